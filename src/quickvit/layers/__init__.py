@@ -1,0 +1,30 @@
+"""Layers that commute with the group. Steerable tensors are packed: [..., C], see `quickvit.group.Layout`."""
+
+from quickvit.layers.attention import OcticAttention
+from quickvit.layers.block import OcticBlock, Pending
+from quickvit.layers.dropout import OcticDropout, sample_scale
+from quickvit.layers.invariant import INVARIANTS, OcticInvariant
+from quickvit.layers.lift import FreeLift, OcticLift
+from quickvit.layers.linear import OcticLinear
+from quickvit.layers.mlp import OcticMlp
+from quickvit.layers.norm import OcticLayerNorm, OcticLayerScale
+from quickvit.layers.position import OcticPosition
+from quickvit.layers.tokens import InvariantTokens
+
+__all__ = [
+    "INVARIANTS",
+    "FreeLift",
+    "InvariantTokens",
+    "OcticAttention",
+    "OcticBlock",
+    "OcticDropout",
+    "OcticInvariant",
+    "OcticLayerNorm",
+    "OcticLayerScale",
+    "OcticLift",
+    "OcticLinear",
+    "OcticMlp",
+    "OcticPosition",
+    "Pending",
+    "sample_scale",
+]

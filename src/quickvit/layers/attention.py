@@ -1,0 +1,48 @@
+"""Multi-head self-attention."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from quickvit.group import D8, DihedralGroup
+from quickvit.layers.dropout import OcticDropout
+from quickvit.layers.linear import OcticLinear
+from quickvit.ops import octic_attention
+
+
+class OcticAttention(nn.Module):
+    """softmax(q kᵀ/√D) v per head: [B, N, C] → [B, N, C].
+
+    Every head holds C/(|G| H) copies of ρ_iso; ρ_iso is orthogonal, so qᵀk is invariant and the weighted sum of
+    values equivariant.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        qkv_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        group: DihedralGroup = D8,
+    ) -> None:
+        super().__init__()
+        if dim % (group.order * num_heads):
+            raise ValueError(
+                f"each head needs whole copies of ρ_iso, so the width must be a multiple of "
+                f"{group.order} × num_heads; got width {dim} and num_heads {num_heads}"
+            )
+        self.group = group
+        self.num_heads = num_heads
+        self.qkv = OcticLinear(dim, 3 * dim, bias=qkv_bias, group=group)
+        self.attn_drop = attn_drop
+        self.proj = OcticLinear(dim, dim, group=group)
+        self.proj_drop = OcticDropout(proj_drop, group)
+
+    def forward(self, x: Tensor, *, defer_bias: bool = False) -> Tensor:
+        """Attend over the tokens of x; with defer_bias the caller adds `proj.bias` itself."""
+        dropout = self.attn_drop if self.training else 0.0
+        x = octic_attention(
+            self.qkv.product(x), self.num_heads, self.qkv.bias, dropout=dropout, group=self.group
+        )
+        return self.proj_drop(self.proj.product(x) if defer_bias else self.proj(x))

@@ -1,0 +1,82 @@
+"""The transformer block."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from quickvit.group import D8, DihedralGroup
+from quickvit.layers.attention import OcticAttention
+from quickvit.layers.dropout import sample_scale
+from quickvit.layers.mlp import OcticMlp
+from quickvit.layers.norm import OcticLayerNorm, OcticLayerScale
+from quickvit.ops.norm import residual
+
+
+class Pending(NamedTuple):
+    """A residual branch that is not added yet, so that the next norm can add it in the same pass."""
+
+    branch: Tensor
+    bias: Tensor | None
+    scale: Tensor | None
+    sample_scale: Tensor | None
+
+
+class OcticBlock(nn.Module):
+    """x ← x + MHA(LN(x)), x ← x + MLP(LN(x)): [B, N, C] → [B, N, C]."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        proj_drop: float = 0.0,
+        attn_drop: float = 0.0,
+        init_values: float | None = None,
+        drop_path: float = 0.0,
+        norm_eps: float = 1e-6,
+        released_norm: bool = False,
+        group: DihedralGroup = D8,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.drop_path = drop_path
+        self.norm1 = OcticLayerNorm(dim, norm_eps, released_norm, group)
+        self.attn = OcticAttention(dim, num_heads, qkv_bias, attn_drop, proj_drop, group)
+        self.ls1 = OcticLayerScale(dim, init_values, group) if init_values is not None else None
+        self.norm2 = OcticLayerNorm(dim, norm_eps, released_norm, group)
+        self.mlp = OcticMlp(dim, round(dim * mlp_ratio), proj_drop, group)
+        self.ls2 = OcticLayerScale(dim, init_values, group) if init_values is not None else None
+
+    def forward(
+        self, x: Tensor, pending: Pending | None = None, *, defer: bool = False
+    ) -> Tensor | tuple[Tensor, Pending]:
+        """Apply the block; `pending` is what the block before left to add, and `defer` leaves ours to the next."""
+        if pending is None:
+            y = self.norm1(x)
+        else:
+            x, y = self.norm1.after_residual(x, *pending)
+        x, y = self.norm2.after_residual(x, *self._pending(x, y, self.attn, self.attn.proj.bias, self.ls1))
+        pending = self._pending(x, y, self.mlp, self.mlp.fc2.bias, self.ls2)
+        return (x, pending) if defer else self.add(x, pending)
+
+    def add(self, x: Tensor, pending: Pending) -> Tensor:
+        """The residual sum that was left to add."""
+        branch, bias, scale, samples = pending
+        return residual(x, branch, bias=bias, scale=scale, sample_scale=samples, group=self.group)
+
+    def _pending(
+        self,
+        x: Tensor,
+        y: Tensor,
+        module: OcticAttention | OcticMlp,
+        bias: Tensor | None,
+        scale: OcticLayerScale | None,
+    ) -> Pending:
+        # Dropout acts on the biased branch, so only without it can the bias wait.
+        defer_bias = not (self.training and self.mlp.drop2.p)
+        branch = module(y, defer_bias=defer_bias)
+        samples = sample_scale(x, self.drop_path, self.training)
+        return Pending(branch, bias if defer_bias else None, None if scale is None else scale.gamma, samples)

@@ -1,0 +1,37 @@
+"""Dropout that commutes with the group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quickvit.group import D8, DihedralGroup, Layout
+
+
+class OcticDropout(nn.Module):
+    """Dropout with one mask for all components of an irrep, so that a dropped pair turns into a dropped pair."""
+
+    def __init__(self, p: float = 0.0, group: DihedralGroup = D8) -> None:
+        super().__init__()
+        self.p = p
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop irrep channels of a packed tensor [..., C]."""
+        if not self.training or not self.p:
+            return x
+        layout = Layout(x.shape[-1], self.group)
+        return x * layout.expand(functional.dropout(x.new_ones(*x.shape[:-1], layout.gains), self.p))
+
+    def extra_repr(self) -> str:
+        """Rate and group."""
+        return f"p={self.p}, group={self.group}"
+
+
+def sample_scale(x: Tensor, drop_path: float, training: bool) -> Tensor | None:
+    """Stochastic depth: one factor per sample of x [B, ...], 0 or 1/(1 − p); None where nothing is dropped."""
+    if not training or not drop_path:
+        return None
+    keep = 1 - drop_path
+    return torch.empty(x.shape[0], device=x.device, dtype=torch.float32).bernoulli_(keep) / keep

@@ -1,0 +1,65 @@
+"""The lift: patch embedding from images to steerable tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quickvit.group import D8, DihedralGroup, Layout, Unfolding
+from quickvit.layers.cache import DerivedTensor
+
+
+class OcticLift(DerivedTensor):
+    """A convolution with stride P whose kernels are steerable: images [B, in, H, W] → tokens [B, H/P, W/P, C].
+
+    The kernel of each irrep is unfolded by symmetry from a free corner, weight [6, C/8, in, ⌈P/2⌉, ⌈P/2⌉] for D8;
+    the bias [C/8] acts on A1.
+    """
+
+    def __init__(self, patch_size: int, in_chans: int, embed_dim: int, group: DihedralGroup = D8) -> None:
+        super().__init__()
+        self.layout = Layout(embed_dim, group)
+        self.patch_size = patch_size
+        self.unfold = Unfolding((patch_size, patch_size), group)
+        shape = (self.unfold.num_corners, self.layout.copies, in_chans, *self.unfold.corner_size)
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(self.layout.copies))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights such that the unfolded kernel has the mean square of a standard convolution, 1/(3 fan_in)."""
+        fan_in = self.weight.shape[2] * self.patch_size**2
+        bound = self.unfold.gain * fan_in**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.bias, -(fan_in**-0.5), fan_in**-0.5)
+
+    def kernel(self) -> Tensor:
+        """The unfolded kernel [C, in, P, P]."""
+        return self._derive(self.weight, lambda: self.unfold(self.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Embed the patches of x."""
+        bias = self.layout.embed_invariant(self.bias)
+        return functional.conv2d(x, self.kernel(), bias, stride=self.patch_size).permute(0, 2, 3, 1)
+
+    def extra_repr(self) -> str:
+        """Patch size and width."""
+        return f"patch_size={self.patch_size}, embed_dim={self.layout.channels}, group={self.layout.group}"
+
+
+class FreeLift(nn.Module):
+    """The lift without its symmetry constraint, the ablation of the paper: a plain convolution."""
+
+    def __init__(self, patch_size: int, in_chans: int, embed_dim: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.conv = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size)
+
+    def kernel(self) -> Tensor:
+        """The kernel [C, in, P, P]."""
+        return self.conv.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Embed the patches of x, [B, in, H, W] → [B, H/P, W/P, C]."""
+        return self.conv(x).permute(0, 2, 3, 1)

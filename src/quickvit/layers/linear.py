@@ -1,0 +1,56 @@
+"""The equivariant linear layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quickvit.group import D8, DihedralGroup, Layout
+from quickvit.ops import octic_linear
+
+STANDARD_STD = 0.02
+
+
+class OcticLinear(nn.Module):
+    """y_ρ = W_ρ x_ρ for each irrep ρ, plus a bias on A1: [..., C] → [..., F].
+
+    Parameters: weight_1 [n1, F/|G|, C/|G|] for the one-dimensional irreps, weight_2 [n2, 2F/|G|, 2C/|G|] for the
+    two-dimensional ones, bias [F/|G|]. For D8 that is an eighth of the weights of nn.Linear.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, group: DihedralGroup = D8
+    ) -> None:
+        super().__init__()
+        self.in_layout = Layout(in_features, group)
+        self.out_layout = Layout(out_features, group)
+        rows, columns = self.out_layout.copies, self.in_layout.copies
+        self.weight_1 = nn.Parameter(torch.empty(group.num_one_dim, rows, columns))
+        self.weight_2 = nn.Parameter(torch.empty(group.num_two_dim, 2 * rows, 2 * columns))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights and zero bias."""
+        # A standard layer sums C inputs with weights of 0.02; a block sums only its own C/8 or C/4. Scaling the
+        # weights by the square root of that ratio keeps the variance of the output, and so the training recipe.
+        for weight in (self.weight_1, self.weight_2):
+            if weight.numel():
+                std = STANDARD_STD * (self.in_layout.channels / weight.shape[2]) ** 0.5
+                nn.init.trunc_normal_(weight, std=std, a=-2, b=2)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def product(self, x: Tensor) -> Tensor:
+        """The layer without its bias, for callers that add the bias in their next step."""
+        return octic_linear(x, self.weight_1, self.weight_2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map a packed tensor [..., C] to [..., F]."""
+        return octic_linear(x, self.weight_1, self.weight_2, self.bias)
+
+    def extra_repr(self) -> str:
+        """Shape and group."""
+        layouts = self.in_layout, self.out_layout
+        bias = self.bias is not None
+        return f"{layouts[0].channels}, {layouts[1].channels}, bias={bias}, group={layouts[0].group}"

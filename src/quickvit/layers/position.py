@@ -1,0 +1,51 @@
+"""Learned positions that commute with the group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quickvit.group import D8, DihedralGroup, Layout, Unfolding
+from quickvit.layers.cache import DerivedTensor
+
+
+class OcticPosition(DerivedTensor):
+    """A learned steerable map e with e = ρ_chan(g) e ρ_token(g)ᵀ, for any grid: (H, W) → [H, W, C].
+
+    The free values, weight [6, C/8, ⌈N/2⌉, ⌈N/2⌉] for D8, are unfolded to an N × N grid and resized to the grid
+    asked for by a bicubic filter. Its taps are symmetric, so it commutes with turning and mirroring, and a turned
+    H × W grid gets the turned positions.
+    """
+
+    def __init__(self, grid_size: int, embed_dim: int, group: DihedralGroup = D8) -> None:
+        super().__init__()
+        self.layout = Layout(embed_dim, group)
+        self.grid_size = grid_size
+        self.unfold = Unfolding((grid_size, grid_size), group)
+        shape = (self.unfold.num_corners, self.layout.copies, *self.unfold.corner_size)
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Values such that the unfolded map starts with the 0.02 of a standard ViT."""
+        nn.init.trunc_normal_(self.weight, std=0.02 * self.unfold.gain)
+
+    def forward(self, height: int, width: int) -> Tensor:
+        """Positions of an H × W grid, [H, W, C]."""
+        return self._derive(self.weight, lambda: self._positions(height, width), height, width)
+
+    def _positions(self, height: int, width: int) -> Tensor:
+        full = self.unfold(self.weight)
+        if (height, width) != self.unfold.size:
+            # The antialiasing filter exists in single and double precision only.
+            wide = full if full.dtype == torch.float64 else full.float()
+            resized = functional.interpolate(
+                wide[None], (height, width), mode="bicubic", antialias=True, align_corners=False
+            )
+            full = resized[0].to(full.dtype)
+        return full.permute(1, 2, 0)
+
+    def extra_repr(self) -> str:
+        """Native grid and width."""
+        return f"grid_size={self.grid_size}, embed_dim={self.layout.channels}, group={self.layout.group}"

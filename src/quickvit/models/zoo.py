@@ -1,0 +1,111 @@
+"""The named variants, as data: `timm.create_model("quickvit_h8_large_patch16_224")`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import VisionTransformer
+
+from quickvit.models.quick_vit import FAMILIES, QuickVisionTransformer
+
+
+@dataclass(frozen=True)
+class Size:
+    """Width, depth, heads and width of the MLP."""
+
+    embed_dim: int
+    depth: int
+    num_heads: int
+    mlp_dim: int
+
+    def arguments(self) -> dict[str, Any]:
+        """As keyword arguments of a model."""
+        ratio = self.mlp_dim / self.embed_dim
+        return {
+            "embed_dim": self.embed_dim,
+            "depth": self.depth,
+            "num_heads": self.num_heads,
+            "mlp_ratio": ratio,
+        }
+
+
+# Sizes of the literature (Dosovitskiy et al.; Touvron et al.; Zhai et al.; Dehghani et al.).
+SIZES: dict[str, Size] = {
+    "tiny": Size(192, 12, 3, 768),
+    "small": Size(384, 12, 6, 1536),
+    "base": Size(768, 12, 12, 3072),
+    "large": Size(1024, 24, 16, 4096),
+    "huge": Size(1280, 32, 16, 5120),
+    "giant": Size(1664, 48, 16, 8192),
+    "e": Size(1792, 56, 16, 15360),
+    "22b": Size(6144, 48, 48, 24576),
+}
+PATCHES = (14, 16)
+# DeiT III's layer scale; every model of the paper has one.
+LAYER_SCALE = 1e-4
+
+
+def variant_names(family: str) -> list[str]:
+    """The registered names of a family, small to large."""
+    return [f"quickvit_{family}_{size}_patch{patch}_224" for size in SIZES for patch in PATCHES]
+
+
+def create_baseline(size: str, patch_size: int = 16, **kwargs: Any) -> VisionTransformer:
+    """timm's standard ViT of the same size and with the same extras (layer scale, no position on the class token)."""
+    if size not in SIZES:
+        raise ValueError(f"unknown size {size!r}; expected one of {', '.join(SIZES)}")
+    arguments = {**SIZES[size].arguments(), "init_values": LAYER_SCALE, "no_embed_class": True}
+    return VisionTransformer(patch_size=patch_size, **{**arguments, **kwargs})
+
+
+def _register(name: str, family: str, size: str, patch_size: int) -> None:
+    """Register a constructor under `name` with timm."""
+    arguments = {
+        **SIZES[size].arguments(),
+        "patch_size": patch_size,
+        "family": family,
+        "init_values": LAYER_SCALE,
+    }
+
+    def create(pretrained: bool = False, **kwargs: Any) -> QuickVisionTransformer:
+        out_indices = kwargs.pop("out_indices", 3)
+        return build_model_with_cfg(
+            QuickVisionTransformer,
+            name,
+            pretrained,
+            feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+            **{**arguments, **kwargs},
+        )
+
+    create.__name__ = create.__qualname__ = name
+    create.__module__ = __name__
+    create.__doc__ = f"ViT-{size.capitalize()}/{patch_size}, {FAMILIES[family].summary}."
+    constructor: Callable[..., QuickVisionTransformer] = create
+    setattr(sys.modules[__name__], name, register_model(constructor))
+
+
+_CONFIGURATION = {
+    "url": "",
+    "num_classes": 1000,
+    "input_size": (3, 224, 224),
+    "pool_size": None,
+    "crop_pct": 1.0,
+    "interpolation": "bicubic",
+    "mean": IMAGENET_DEFAULT_MEAN,
+    "std": IMAGENET_DEFAULT_STD,
+    "fixed_input_size": True,
+    "first_conv": "patch_embed",
+    "classifier": "head",
+    "license": "apache-2.0",
+}
+_NAMES = [(family, size, patch) for family in FAMILIES for size in SIZES for patch in PATCHES]
+default_cfgs = generate_default_cfgs(
+    {f"quickvit_{family}_{size}_patch{patch}_224": _CONFIGURATION for family, size, patch in _NAMES}
+)
+for _family, _size, _patch in _NAMES:
+    _register(f"quickvit_{_family}_{_size}_patch{_patch}_224", _family, _size, _patch)

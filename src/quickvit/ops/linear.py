@@ -1,0 +1,135 @@
+"""The equivariant linear map on a packed tensor: block-diagonal, both components of E under one weight.
+
+Shapes: x [..., C]; weight_1 [n1, F/|G|, C/|G|], one matrix per one-dimensional irrep; weight_2
+[n2, 2F/|G|, 2C/|G|], one per two-dimensional irrep; bias [F/|G|] on A1; result [..., F].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from quickvit.ops.backend import autocast, is_plain
+
+
+def octic_linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y_ρ = W_ρ x_ρ for each irrep ρ (Schur's lemma), plus a bias on A1."""
+    if is_plain():
+        return definition(x, weight_1, weight_2, bias)
+    x, weight_1, weight_2, bias = autocast(x, weight_1, weight_2, bias)
+    y = _linear(x.flatten(0, -2), weight_1, weight_2, bias)
+    return y.unflatten(0, x.shape[:-1])
+
+
+def definition(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same map in standard operators."""
+    n1, _, width = weight_1.shape
+    split = n1 * width
+    one = torch.einsum("...ni,noi->...no", x[..., :split].unflatten(-1, (n1, width)), weight_1)
+    if bias is not None:
+        one = torch.cat([one[..., :1, :] + bias, one[..., 1:, :]], dim=-2)
+    if not len(weight_2):
+        return one.flatten(-2)
+    pairs = x[..., split:].unflatten(-1, (len(weight_2), 2, 2 * width))
+    two = torch.einsum("...npi,noi->...npo", pairs, weight_2)
+    return torch.cat([one.flatten(-2), two.flatten(-3)], dim=-1)
+
+
+def _views(x: Tensor, n1: int, n2: int) -> tuple[Tensor, list[Tensor]]:
+    """The blocks of x [T, C] as batches, without a copy: [n1, T, w] and n2 times [2, T, 2w]."""
+    width = x.shape[1] // (n1 + 4 * n2)
+    split = n1 * width
+    one = x[:, :split].unflatten(1, (n1, width)).transpose(0, 1)
+    two = x[:, split:].unflatten(1, (n2, 2, 2 * width)) if n2 else x.new_empty(0, 0)
+    return one, [two[:, i].transpose(0, 1) for i in range(n2)]
+
+
+@torch.library.custom_op("quickvit::octic_linear", mutates_args=())
+def _linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> Tensor:
+    n1, n2 = len(weight_1), len(weight_2)
+    y = x.new_empty(x.shape[0], weight_1.shape[1] * (n1 + 4 * n2))
+    if not x.shape[0]:
+        return y
+    x_one, x_two = _views(x, n1, n2)
+    y_one, y_two = _views(y, n1, n2)
+    # Products are written straight into the packed output. A CPU takes them one by one: its batched product
+    # would copy strided operands. A GPU takes each family of equal blocks in one launch.
+    if x.device.type == "cpu":
+        for i, w in enumerate(weight_1):
+            torch.mm(x_one[i], w.T, out=y_one[i])
+        for xs, ys, w in zip(x_two, y_two, weight_2, strict=True):
+            for component in range(2):
+                torch.mm(xs[component], w.T, out=ys[component])
+    else:
+        torch.bmm(x_one, weight_1.mT, out=y_one)
+        for xs, ys, w in zip(x_two, y_two, weight_2, strict=True):
+            torch.bmm(xs, w.T.expand(2, -1, -1), out=ys)
+    if bias is not None:
+        y[:, : bias.shape[0]] += bias
+    return y
+
+
+@_linear.register_fake
+def _(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight_1.shape[1] * (len(weight_1) + 4 * len(weight_2)))
+
+
+@torch.library.custom_op("quickvit::octic_linear_weight_grad", mutates_args=())
+def _weight_grad(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Tensor]:
+    grad_one, grad_two = _views(grad, n1, n2)
+    x_one, x_two = _views(x, n1, n2)
+    dtype = grad.dtype
+    shape_1 = (n1, grad_one.shape[2], x_one.shape[2])
+    shape_2 = (n2, 2 * shape_1[1], 2 * shape_1[2])
+    weight_1, weight_2 = x.new_empty(shape_1, dtype=dtype), x.new_empty(shape_2, dtype=dtype)
+    if grad.device.type == "cpu":
+        for i in range(n1):
+            torch.mm(grad_one[i].T, x_one[i], out=weight_1[i])
+    else:
+        torch.bmm(grad_one.mT, x_one, out=weight_1)
+    for i in range(n2):
+        first = grad_two[i][0].T @ x_two[i][0]
+        torch.addmm(first, grad_two[i][1].T, x_two[i][1], out=weight_2[i])
+    return weight_1, weight_2
+
+
+@_weight_grad.register_fake
+def _(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Tensor]:
+    order = n1 + 4 * n2
+    rows, columns = grad.shape[1] // order, x.shape[1] // order
+    return grad.new_empty(n1, rows, columns), grad.new_empty(n2, 2 * rows, 2 * columns)
+
+
+def _setup(ctx, inputs, output) -> None:  # noqa: ARG001
+    x, weight_1, weight_2, bias = inputs
+    ctx.save_for_backward(x, weight_1, weight_2)
+    ctx.bias_width = None if bias is None else bias.shape[0]
+
+
+def _backward(ctx, grad: Tensor):
+    x, weight_1, weight_2 = ctx.saved_tensors
+    grad = grad.contiguous()
+    grad_x = grad_1 = grad_2 = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        grad_x = _linear(grad, weight_1.mT, weight_2.mT, None)
+    if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+        grad_1, grad_2 = _weight_grad(grad, x, len(weight_1), len(weight_2))
+    if ctx.needs_input_grad[3]:
+        grad_bias = grad[:, : ctx.bias_width].sum(0)
+    return grad_x, grad_1, grad_2, grad_bias
+
+
+_linear.register_autograd(_backward, setup_context=_setup)
+
+
+@register_flop_formula(torch.ops.quickvit.octic_linear)
+def _linear_flops(x, weight_1, weight_2, *_, **__) -> int:
+    n1, rows, columns = weight_1
+    return 2 * x[0] * (n1 + 8 * weight_2[0]) * rows * columns
+
+
+@register_flop_formula(torch.ops.quickvit.octic_linear_weight_grad)
+def _weight_grad_flops(grad, x, n1, n2, *_, **__) -> int:
+    order = n1 + 4 * n2
+    return 2 * x[0] * (n1 + 8 * n2) * (grad[1] // order) * (x[1] // order)

@@ -1,0 +1,1 @@
+"""Triton kernels over packed channels, and the plain functions that launch them."""
