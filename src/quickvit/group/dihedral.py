@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from math import cos, pi, sin, sqrt
 
 import torch
@@ -51,10 +50,23 @@ class DihedralGroup:
     """
 
     order: int
+    # Plain attributes rather than cached properties: torch.compile reads them as constants.
+    elements: tuple[Element, ...] = field(init=False, repr=False, compare=False)
+    irreps: tuple[Irrep, ...] = field(init=False, repr=False, compare=False)
+    num_one_dim: int = field(init=False, repr=False, compare=False)
+    num_two_dim: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.order < 2 or self.order % 2:
             raise ValueError(f"a dihedral group has an even order of at least 2, got {self.order}")
+        irreps = _irreps(self.order // 2)
+        one_dim = sum(irrep.dim == 1 for irrep in irreps)
+        # As the paper lists them: e, r, r², …, s, sr, sr², …
+        elements = tuple(Element(mirror, turns) for mirror in (0, 1) for turns in range(self.order // 2))
+        object.__setattr__(self, "elements", elements)
+        object.__setattr__(self, "irreps", irreps)
+        object.__setattr__(self, "num_one_dim", one_dim)
+        object.__setattr__(self, "num_two_dim", len(irreps) - one_dim)
 
     def __str__(self) -> str:
         return f"D{self.order}"
@@ -63,11 +75,6 @@ class DihedralGroup:
     def rotations(self) -> int:
         """Number n of rotations."""
         return self.order // 2
-
-    @cached_property
-    def elements(self) -> tuple[Element, ...]:
-        """All elements, as the paper lists them: e, r, r², …, s, sr, sr², …"""
-        return tuple(Element(mirror, turns) for mirror in (0, 1) for turns in range(self.rotations))
 
     @property
     def identity(self) -> Element:
@@ -83,32 +90,7 @@ class DihedralGroup:
         """The element g⁻¹; mirrorings are their own inverses."""
         return g if g.mirror else Element(0, -g.turns % self.rotations)
 
-    @cached_property
-    def irreps(self) -> tuple[Irrep, ...]:
-        """The irreps in the paper's bases: A1, A2, then B1, B2 for even n, then the two-dimensional E."""
-        one, minus = ((1.0,),), ((-1.0,),)
-        irreps = [Irrep("A1", one, one), Irrep("A2", one, minus)]
-        if self.rotations % 2 == 0:
-            irreps += [Irrep("B1", minus, one), Irrep("B2", minus, minus)]
-        count = (self.rotations - 1) // 2
-        for j in range(1, count + 1):
-            angle = 2 * pi * j / self.rotations
-            c, s = (0.0 if abs(v) < 1e-12 else v for v in (cos(angle), sin(angle)))
-            name = "E" if count == 1 else f"E{j}"
-            irreps.append(Irrep(name, ((c, -s), (s, c)), ((-1.0, 0.0), (0.0, 1.0))))
-        return tuple(irreps)
-
     @property
-    def num_one_dim(self) -> int:
-        """Number of one-dimensional irreps."""
-        return sum(irrep.dim == 1 for irrep in self.irreps)
-
-    @property
-    def num_two_dim(self) -> int:
-        """Number of two-dimensional irreps."""
-        return sum(irrep.dim == 2 for irrep in self.irreps)
-
-    @cached_property
     def regular_order(self) -> tuple[Element, ...]:
         """The order in which the paper lists φ: G → ℝ as a vector: e, r⁻¹, r⁻², …, s, sr⁻¹, sr⁻², …"""
         n = self.rotations
@@ -126,7 +108,7 @@ class DihedralGroup:
         """ρ_iso(g) = ⊕ d_ρ ρ(g): every irrep, as often as its dimension."""
         return torch.block_diag(*(irrep.matrix(g) for irrep in self.irreps for _ in range(irrep.dim)))
 
-    @cached_property
+    @property
     def fourier_matrix(self) -> Tensor:
         """Q_reg of the paper, the orthogonal matrix with ρ_reg(g) = Q_reg ρ_iso(g) Q_regᵀ.
 
@@ -151,6 +133,21 @@ class DihedralGroup:
         This is 4n²/(2n−1) for the group of order 4n, so 16/3 for D8, and 2 for the mirror group.
         """
         return self.order**2 / sum(irrep.dim**3 for irrep in self.irreps)
+
+
+def _irreps(rotations: int) -> tuple[Irrep, ...]:
+    """The irreps in the paper's bases: A1, A2, then B1, B2 for an even number of rotations, then the E."""
+    one, minus = ((1.0,),), ((-1.0,),)
+    irreps = [Irrep("A1", one, one), Irrep("A2", one, minus)]
+    if rotations % 2 == 0:
+        irreps += [Irrep("B1", minus, one), Irrep("B2", minus, minus)]
+    count = (rotations - 1) // 2
+    for j in range(1, count + 1):
+        angle = 2 * pi * j / rotations
+        # A quarter turn must be exact, not 6e-17 away from it.
+        c, s = (0.0 if abs(v) < 1e-12 else v for v in (cos(angle), sin(angle)))
+        irreps.append(Irrep("E" if count == 1 else f"E{j}", ((c, -s), (s, c)), ((-1.0, 0.0), (0.0, 1.0))))
+    return tuple(irreps)
 
 
 D2 = DihedralGroup(2)

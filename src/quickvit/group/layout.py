@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Layout:
         """Number of channels with the components of an irrep counted once: 3C/4 for D8."""
         return self.one_dim_channels + self.group.num_two_dim * 2 * self.copies
 
-    @cached_property
+    @property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks in the order of the channel axis."""
         blocks, start = [], 0
@@ -80,7 +80,7 @@ class Layout:
         """The channels of A1, which no element changes."""
         return self.blocks[0].slice
 
-    @cached_property
+    @property
     def paper_order(self) -> tuple[int, ...]:
         """For each of the |G| sub-tokens of this layout, its column in the paper's Q_reg.
 

@@ -1,10 +1,19 @@
-"""Checkpoints: safetensors with the model's configuration inside."""
+"""Checkpoints: safetensors with the model's configuration inside.
+
+Files are untrusted: nothing in one is ever run, and a model is built only once its tensors are known to fit.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import pickle
+import struct
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,27 +23,75 @@ from torch import Tensor, nn
 from quickvit.models.quick_vit import QuickVisionTransformer
 
 CONFIG_KEY = "quickvit"
-# Prefixes that wrappers put before parameter names: torch.compile, DDP.
-_WRAPPERS = ("_orig_mod.", "module.")
+# What wrappers put into parameter names: torch.compile, then DDP and averaged models.
+_WRAPPERS = ("_orig_mod", "module")
+# Where training programs keep the weights in what they save.
+_NESTS = ("teacher", "model", "state_dict")
+# What torch.load(weights_only=True) was seen to raise on damaged and on foreign files.
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    EOFError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    OverflowError,
+    struct.error,
+)
+_AT_LEAST_ONE = ("img_size", "patch_size", "in_chans", "embed_dim", "num_heads", "pos_grid")
+_LARGEST = 2**31
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used; the message says why."""
 
 
-def save_checkpoint(model: nn.Module, path: str | Path) -> None:
-    """Write weights and configuration of a Quick ViT (compiled or wrapped or not) to a safetensors file."""
-    state = {strip_wrappers(name): t.detach().contiguous() for name, t in model.state_dict().items()}
-    while not isinstance(model, QuickVisionTransformer):
-        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
-        if inner is None:
+# ---------------------------------------------------------------------- writing
+
+
+def save_checkpoint(model: nn.Module, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
+    """Write weights and configuration of a Quick ViT (compiled or wrapped or not) to a safetensors file.
+
+    `state` replaces the model's own state dict, for weights that were averaged or gathered from other processes.
+    The file appears whole or not at all.
+    """
+    model = _unwrap(model)
+    state = _stripped(model.state_dict() if state is None else state)
+    if problems := _problems(_shapes(_outline(type(model), model.config)), state):
+        raise CheckpointError(
+            f"cannot save a model that its configuration no longer describes: {'; '.join(problems)}"
+        )
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.touch()
+    mode = temporary.stat().st_mode
+    try:
+        tensors = {name: tensor.detach().contiguous() for name, tensor in state.items()}
+        save_file(tensors, str(temporary), metadata={"format": "pt", CONFIG_KEY: json.dumps(model.config)})
+        # Some versions of safetensors let only the owner read what they write.
+        temporary.chmod(mode)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _unwrap(model: nn.Module) -> QuickVisionTransformer:
+    inner: Any = model
+    while not isinstance(inner, QuickVisionTransformer):
+        wrapped = [getattr(inner, name) for name in _WRAPPERS if hasattr(inner, name)]
+        if not wrapped:
             raise TypeError(f"expected a QuickVisionTransformer, got {type(model).__name__}")
-        model = inner
-    save_file(state, str(path), metadata={CONFIG_KEY: json.dumps(model.config)})
+        inner = wrapped[0]
+    return inner
+
+
+# ---------------------------------------------------------------------- reading
 
 
 def load_checkpoint(path: str | Path, strict: bool = True, **overrides: Any) -> QuickVisionTransformer:
-    """Build the model that a checkpoint describes and load its weights.
+    """Build the model that a checkpoint describes and load its weights, in the precision that they were saved in.
 
     `overrides` replace values of its configuration, for example drop_path_rate; a new img_size keeps the positions
     and resizes them in the forward pass.
@@ -44,17 +101,7 @@ def load_checkpoint(path: str | Path, strict: bool = True, **overrides: Any) -> 
         raise CheckpointError(
             f"{path} has no quickvit configuration; create a model and use load_weights() instead"
         )
-    img_size = overrides.pop("img_size", None)
-    try:
-        model = QuickVisionTransformer(**{**config, **overrides})
-    except TypeError as error:
-        raise CheckpointError(
-            f"{path} has a configuration that this version does not know: {error}"
-        ) from error
-    load_weights(model, state, strict=strict, source=str(path))
-    if img_size is not None:
-        model.set_input_size(img_size)
-    return model
+    return restore(config, state, str(path), strict, **overrides)
 
 
 def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
@@ -62,71 +109,202 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
-    if path.suffix == ".safetensors":
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
-        return tensors, _config(metadata.get(CONFIG_KEY), path)
+    return _read_safetensors(path) if path.suffix == ".safetensors" else (_read_pickle(path), None)
+
+
+def restore(
+    config: dict[str, Any],
+    state: dict[str, Tensor],
+    source: str = "the checkpoint",
+    strict: bool = True,
+    model_class: type[QuickVisionTransformer] = QuickVisionTransformer,
+    **overrides: Any,
+) -> QuickVisionTransformer:
+    """Build a model from a configuration and a state dict, neither of them trusted; see `load_checkpoint`."""
+    state = _stripped(state, source)
+    config = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
+    _check_config(config, state, source, get_type_hints(model_class.__init__))
+    img_size = overrides.pop("img_size", None)
+    config = {**config, **overrides}
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} cannot be read as tensors alone (weights_only=True): {str(error).splitlines()[0]}"
-        ) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dictionary of tensors")
-    for key in ("teacher", "model", "state_dict"):
-        if isinstance(content.get(key), dict):
-            content = content[key]
-    foreign = [name for name, value in content.items() if not isinstance(value, Tensor)]
-    if foreign:
-        raise CheckpointError(f"{path} has entries that are not tensors: {_names(foreign)}")
-    return content, None
+        model = _outline(model_class, config)
+    except (ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{source} describes a model that cannot be built: {error}") from error
+    shapes = _shapes(model)
+    _require_fit(shapes, state, strict, source)
+    if shapes.keys() - state.keys():
+        state = {**model_class(**config).state_dict(), **state}
+    # Copies, because safetensors maps the file into memory, and later writes to it would change the weights.
+    model.load_state_dict({name: state[name].clone() for name in shapes}, assign=True)
+    if img_size is not None:
+        model.set_input_size(img_size)
+    return model
 
 
 def load_weights(
     model: nn.Module, state: dict[str, Tensor], strict: bool = True, source: str = "the checkpoint"
 ) -> None:
     """Load a state dict into a model; a mismatch names the keys."""
-    state = {strip_wrappers(name): tensor for name, tensor in state.items()}
+    state = _stripped(state, source)
     own = {strip_wrappers(name): name for name in model.state_dict()}
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    problems = []
-    if missing := [name for name in own if name not in state]:
-        problems.append(f"missing {_names(missing)}")
-    if unexpected := [name for name in state if name not in own]:
-        problems.append(f"unexpected {_names(unexpected)}")
-    differing = [name for name in state if name in own and state[name].shape != shapes[own[name]]]
-    if differing:
-        described = [f"{n} {tuple(state[n].shape)} for {tuple(shapes[own[n]])}" for n in differing]
-        problems.append(f"of another shape {_names(described)}")
-    if problems and (strict or differing):
-        raise CheckpointError(f"{source} does not fit the model: {'; '.join(problems)}")
+    _require_fit(_shapes(model), state, strict, source)
     model.load_state_dict({own[name]: tensor for name, tensor in state.items() if name in own}, strict=strict)
 
 
 def strip_wrappers(name: str) -> str:
-    """A parameter name without the prefixes of torch.compile and DDP, wherever they stand."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    """A parameter name without what torch.compile and DDP put into it, wherever that stands."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _config(text: str | None, path: Path) -> dict[str, Any] | None:
-    if text is None:
-        return None
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+    if CONFIG_KEY not in metadata:
+        return tensors, None
+    try:
+        config = json.loads(metadata[CONFIG_KEY])
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} has a configuration that is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} has a configuration that is not a dictionary: {config!r}")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
+    return tensors, config
 
 
-def _names(names: list[str], most: int = 5) -> str:
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    try:
+        # DeiT saves its command line next to the weights. A Namespace only holds attributes and has no code that
+        # unpickling could run, so allowing it does not weaken weights_only.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"{path} is damaged or holds more than tensors, and no code of a checkpoint is ever run: "
+            f"{_reason(error)}"
+        ) from error
+    for key in _NESTS:
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dictionary of tensors")
+    foreign = [
+        str(name)
+        for name, value in content.items()
+        if not (isinstance(name, str) and isinstance(value, Tensor))
+    ]
+    if foreign or not content:
+        raise CheckpointError(f"{path} has entries that are not tensors: {_list(foreign) or 'nothing else'}")
+    return dict(content)
+
+
+def _reason(error: Exception) -> str:
+    """The line of PyTorch's message that is about the file, not about how to trust it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if line.startswith("WeightsUnpickler error")] or lines
+    return telling[0] if telling else type(error).__name__
+
+
+# ---------------------------------------------------------------------- do the tensors fit?
+
+
+def _outline(model_class: type[QuickVisionTransformer], config: dict[str, Any]) -> QuickVisionTransformer:
+    """The model without memory for its weights."""
+    with torch.device("meta"):
+        return model_class(**config)
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {strip_wrappers(name): tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def _stripped(state: dict[str, Tensor], source: str = "the model") -> dict[str, Tensor]:
+    stripped = {strip_wrappers(name): tensor for name, tensor in state.items()}
+    if len(stripped) != len(state):
+        raise CheckpointError(f"{source} has several tensors whose names differ by a wrapper's prefix only")
+    return stripped
+
+
+def _require_fit(
+    shapes: dict[str, torch.Size], state: dict[str, Tensor], strict: bool, source: str
+) -> None:
+    common = {name: tensor for name, tensor in state.items() if name in shapes}
+    if not strict:
+        shapes = {name: shapes[name] for name in common}
+    if problems := _problems(shapes, state if strict else common):
+        raise CheckpointError(f"{source} does not fit the model: {'; '.join(problems)}")
+
+
+def _problems(shapes: dict[str, torch.Size], state: dict[str, Tensor]) -> list[str]:
+    """Why a state dict does not fit a model with these parameters."""
+    common = [name for name in state if name in shapes]
+    differing = [name for name in common if state[name].shape != shapes[name]]
+    found = {
+        "missing": [name for name in shapes if name not in state],
+        "unexpected": [name for name in state if name not in shapes],
+        "of another shape": [f"{n} {tuple(state[n].shape)} for {tuple(shapes[n])}" for n in differing],
+        "not floating point": [name for name in common if not state[name].is_floating_point()],
+    }
+    return [f"{problem} {_list(names)}" for problem, names in found.items() if names]
+
+
+def _list(names: list[str], most: int = 5) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+# ---------------------------------------------------------------------- is the configuration sane?
+
+
+def _check_config(config: dict[str, Any], state: dict[str, Tensor], source: str, known: dict[str, Any]) -> None:
+    """Refuse unknown names, wrong types, and sizes that the tensors of the file rule out."""
+    if unknown := [name for name in config if name not in known or name == "return"]:
+        raise CheckpointError(
+            f"{source} has a configuration that this version does not know: {_list(unknown)}"
+        )
+    for name, value in config.items():
+        if not _is_a(value, known[name]):
+            raise CheckpointError(
+                f"{source} has {name}={value!r} in its configuration, expected {_words(known[name])}"
+            )
+        least = int(name in _AT_LEAST_ONE)
+        numbers = [v for v in _flat(value) if isinstance(v, int | float)]
+        if not all(isfinite(v) and least <= v < _LARGEST for v in numbers):
+            raise CheckpointError(
+                f"{source} has {name}={value!r} in its configuration, expected at least {least} and a finite size"
+            )
+    # These take long to build even without memory for the weights; the others are judged by the model's outline.
+    patch_size, img_size = config.get("patch_size", 1), max(_flat(config.get("img_size", 1)))
+    grid = config.get("pos_grid") or img_size // patch_size
+    limits = {"depth": (config.get("depth", 0), len(state))}
+    for name, size in (("patch_embed.weight", patch_size), ("pos_embed.weight", grid)):
+        if name in state:
+            # A corner has half of the side, rounded up.
+            limits[name] = size, 2 * max(state[name].shape[-1:], default=0)
+    for name, (size, most) in limits.items():
+        if size > most:
+            raise CheckpointError(
+                f"{source} has a configuration of another model: {name} of size {size}, its tensors allow {most}"
+            )
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether a value from JSON is of an annotated type; a bool is no number here, an int will do for a float."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_is_a(value, option) for option in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin is tuple:
+        return isinstance(value, tuple) and len(value) == len(arguments) and all(map(_is_a, value, arguments))
+    return type(value) is hint or (hint is float and type(value) is int)
+
+
+def _words(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _flat(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import PyTorchModelHubMixin
+from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
+from huggingface_hub.constants import SAFETENSORS_SINGLE_FILE
 from timm.layers import LayerNorm, global_pool_nlc
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import Block
@@ -115,6 +118,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         config = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self.config: dict[str, Any] = config
+        # What the Hub's mixin saves: the same dictionary, so that it follows every change.
+        self._hub_mixin_config = config
         kind = _family(family)
         _require(global_pool in POOLS, f"global_pool must be one of {POOLS}, got {global_pool!r}")
         _require(class_token or global_pool != "token", "global_pool='token' needs class_token=True")
@@ -222,6 +227,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
                 global_pool != "token" or self.cls_token is not None, "this model has no class token to pool"
             )
             self.global_pool = self.config["global_pool"] = global_pool
+            # The norms stay where they are, whatever a new model with this pooling would do.
+            self.config["fc_norm"] = not isinstance(self.fc_norm, nn.Identity)
         self.num_classes = self.config["num_classes"] = num_classes
         reference = self.patch_embed.kernel()
         head = nn.Linear(self.embed_dim, num_classes) if num_classes else nn.Identity()
@@ -241,6 +248,37 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
             self.img_size = self.config["img_size"] = size
             if hasattr(self, "pos_embed"):
                 self.config["pos_grid"] = self.pos_embed.grid_size
+
+    # ------------------------------------------------------------------ the Hub's contract
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        from quickvit.models.checkpoints import save_checkpoint  # it imports this module
+
+        save_checkpoint(self, save_directory / SAFETENSORS_SINGLE_FILE)
+
+    @classmethod
+    def _from_pretrained(  # type: ignore[override]
+        cls,
+        *,
+        model_id: str,
+        config: dict[str, Any] | None = None,
+        map_location: str = "cpu",
+        strict: bool = True,
+        **options: Any,
+    ) -> QuickVisionTransformer:
+        """Load from a folder or from the Hub; unlike in the mixin, a mismatch is an error.
+
+        `config` is the content of config.json; `options` are the arguments of the download and of the model.
+        """
+        from quickvit.models.checkpoints import load_checkpoint  # it imports this module
+
+        download = {name: options.pop(name) for name in signature(hf_hub_download).parameters if name in options}
+        folder = Path(model_id)
+        file = folder / SAFETENSORS_SINGLE_FILE
+        if not folder.is_dir():
+            file = Path(hf_hub_download(model_id, SAFETENSORS_SINGLE_FILE, **download))
+        changed = {name: value for name, value in options.items() if not config or config.get(name) != value}
+        return load_checkpoint(file, strict, config, cls, **changed).to(map_location).eval()
 
     # ------------------------------------------------------------------ forward
 

@@ -16,6 +16,7 @@ from quickvit.group import D8, DihedralGroup
 logger = logging.getLogger(__name__)
 
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HAS_TRITON = find_spec("triton") is not None
 _plain = False
 
 
@@ -42,7 +43,7 @@ def fused(x: Tensor, group: DihedralGroup) -> bool:
     """Whether the Triton kernels take `x`: D8 on a CUDA device, in a dtype they store."""
     if is_plain() or not x.is_cuda:
         return False
-    choice = group == D8 and x.dtype in _FUSED_DTYPES and _has_triton()
+    choice = group == D8 and x.dtype in _FUSED_DTYPES and _HAS_TRITON
     if not torch.compiler.is_compiling():
         _log_choice(choice, str(group), str(x.dtype))
     return choice
@@ -56,11 +57,6 @@ def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 @cache

@@ -69,16 +69,16 @@ def _chunks(order: int, *tensors: Tensor):
 
 
 @_gelu.register_fake
-def _(x: Tensor, bias: Tensor | None, order: int) -> Tensor:  # noqa: ARG001
+def _(x: Tensor, bias: Tensor | None, order: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @_gelu_grad.register_fake
-def _(grad: Tensor, x: Tensor, bias: Tensor | None, order: int) -> Tensor:  # noqa: ARG001
+def _(grad: Tensor, x: Tensor, bias: Tensor | None, order: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _setup(ctx, inputs, output) -> None:  # noqa: ARG001
+def _setup(ctx, inputs, output) -> None:
     x, bias, ctx.order = inputs
     ctx.save_for_backward(x, bias)
 

@@ -101,7 +101,7 @@ def _(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Tensor]:
     return grad.new_empty(n1, rows, columns), grad.new_empty(n2, 2 * rows, 2 * columns)
 
 
-def _setup(ctx, inputs, output) -> None:  # noqa: ARG001
+def _setup(ctx, inputs, output) -> None:
     x, weight_1, weight_2, bias = inputs
     ctx.save_for_backward(x, weight_1, weight_2)
     ctx.bias_width = None if bias is None else bias.shape[0]

@@ -129,3 +129,143 @@ def _centre(x: Tensor, layout: Layout) -> Tensor:
 def _output_dtype(x: Tensor) -> torch.dtype:
     """Under autocast the norm feeds a matrix product, so it writes that product's dtype."""
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+
+
+@torch.library.custom_op("quickvit::octic_layer_norm", mutates_args=(), device_types="cuda")
+def _norm(
+    x: Tensor, gain: Tensor, shift: Tensor, eps: float, pair_weight: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    from quickvit.ops.triton.norm import norm_forward
+
+    return norm_forward(x.contiguous(), gain, shift, eps, dtype, pair_weight)
+
+
+@_norm.register_fake
+def _(x, gain, shift, eps, pair_weight, dtype):
+    return x.new_empty(x.shape, dtype=dtype), _fake_statistics(x)
+
+
+@torch.library.custom_op("quickvit::octic_layer_norm_grad", mutates_args=(), device_types="cuda")
+def _norm_grad(
+    grad: Tensor, x: Tensor, statistics: Tensor, gain: Tensor, pair_weight: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    from quickvit.ops.triton.norm import norm_backward
+
+    return norm_backward(grad.contiguous(), x.contiguous(), statistics, gain, None, pair_weight)
+
+
+@_norm_grad.register_fake
+def _(grad, x, statistics, gain, pair_weight):
+    return x.new_empty(x.shape), torch.empty_like(gain), gain.new_empty(x.shape[1] // D8.order)
+
+
+def _norm_setup(ctx, inputs, output):
+    x, gain, _, _, ctx.pair_weight, _ = inputs
+    ctx.save_for_backward(x, gain, output[1])
+
+
+def _norm_backward(ctx, grad, _):
+    x, gain, statistics = ctx.saved_tensors
+    return *_norm_grad(grad, x, statistics, gain, ctx.pair_weight), None, None, None
+
+
+_norm.register_autograd(_norm_backward, setup_context=_norm_setup)
+
+
+@torch.library.custom_op("quickvit::octic_residual_norm", mutates_args=(), device_types="cuda")
+def _residual_norm(
+    x: Tensor,
+    branch: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    sample_scale: Tensor | None,
+    gain: Tensor,
+    shift: Tensor,
+    eps: float,
+    pair_weight: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from quickvit.ops.triton.norm import residual_norm_forward
+
+    x, branch, tokens = x.contiguous(), branch.contiguous(), _tokens_per_sample(x, sample_scale)
+    return residual_norm_forward(
+        x, branch, bias, scale, sample_scale, tokens, gain, shift, eps, dtype, pair_weight
+    )
+
+
+@_residual_norm.register_fake
+def _(x, branch, bias, scale, sample_scale, gain, shift, eps, pair_weight, dtype):
+    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=dtype), _fake_statistics(x)
+
+
+@torch.library.custom_op("quickvit::octic_residual_norm_grad", mutates_args=(), device_types="cuda")
+def _residual_norm_grad(
+    grad: Tensor,
+    grad_stream: Tensor,
+    stream: Tensor,
+    statistics: Tensor,
+    gain: Tensor,
+    branch: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    sample_scale: Tensor | None,
+    pair_weight: float,
+) -> list[Tensor]:
+    from quickvit.ops.triton.norm import residual_norm_backward
+
+    grads = residual_norm_backward(
+        grad.contiguous(),
+        grad_stream.contiguous(),
+        stream,
+        statistics,
+        gain,
+        branch.contiguous(),
+        bias,
+        scale,
+        sample_scale,
+        _tokens_per_sample(stream, sample_scale),
+        pair_weight,
+    )
+    return [g for g in grads if g is not None]
+
+
+@_residual_norm_grad.register_fake
+def _(grad, grad_stream, stream, statistics, gain, branch, bias, scale, sample_scale, pair_weight):
+    shift = gain.new_empty(stream.shape[1] // D8.order)
+    optional = [torch.empty_like(t) for t in (scale, bias) if t is not None]
+    return [
+        stream.new_empty(stream.shape),
+        branch.new_empty(branch.shape),
+        torch.empty_like(gain),
+        shift,
+        *optional,
+    ]
+
+
+def _residual_setup(ctx, inputs, output):
+    _, branch, bias, scale, sample_scale, gain, _, _, ctx.pair_weight, _ = inputs
+    stream, _, statistics = output
+    ctx.save_for_backward(stream, statistics, gain, branch, bias, scale, sample_scale)
+
+
+def _residual_backward(ctx, grad_stream, grad, _):
+    stream, statistics, gain, branch, bias, scale, sample_scale = ctx.saved_tensors
+    grads = _residual_norm_grad(
+        grad, grad_stream, stream, statistics, gain, branch, bias, scale, sample_scale, ctx.pair_weight
+    )
+    grad_x, grad_branch, grad_gain, grad_shift, *optional = grads
+    grad_scale = None if scale is None else optional.pop(0)
+    grad_bias = None if bias is None else optional.pop(0)
+    return grad_x, grad_branch, grad_bias, grad_scale, None, grad_gain, grad_shift, None, None, None
+
+
+_residual_norm.register_autograd(_residual_backward, setup_context=_residual_setup)
+
+
+def _tokens_per_sample(x: Tensor, sample_scale: Tensor | None) -> int:
+    return 1 if sample_scale is None else x.shape[0] // sample_scale.shape[0]
+
+
+def _fake_statistics(x: Tensor) -> Tensor:
+    # The mean of each of the six blocks, and the reciprocal of the standard deviation.
+    return x.new_empty(x.shape[0], 7, dtype=torch.float32)

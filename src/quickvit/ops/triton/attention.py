@@ -2,19 +2,19 @@
 
     o_i = Σ_j softmax_j(q_i · k_j / √D) v_j
 
-qkv[B, N, 3C] is the packed output of an octic linear map C → 3C, with m = C/8 and c = m/H for H heads: the blocks
-A1, A2, B1, B2 have 3m columns each, running over (q k v, head, c), the two components of E 6m each, over (q k v,
-head, 2c). The vector of a head, of size D = 8c, is the concatenation of its six pieces, and its columns are computed
-here, once per program: no tensor is permuted on the way in or out.
+qkv[B, N, 3C] is the packed output of an octic linear map C → 3C, with m = C/8 and c = m/H for H heads: the
+blocks A1, A2, B1, B2 have 3m columns each, running over (q k v, head, c), the two components of E 6m each,
+over (q k v, head, 2c). The vector of a head, of size D = 8c, is the concatenation of its six pieces. Its
+columns are computed here, once per program: no tensor is permuted on the way in or out.
 
-The A1 bias of the linear map is added here. That of q is added to q; that of k shifts the scores of a query all
-alike, so softmax does not see it; that of v is added to the output, since the weights sum to one.
+The A1 bias of the linear map is added here. That of q is added to q; that of k shifts the scores of a query
+all alike, so softmax does not see it; that of v is added to the output, since the weights sum to one.
 
-A piece of a head need not start where a wide load may: with c = 13 it starts at any even byte. So pieces are read
-in whole aligned groups of entries, neighbours included. A product q · k with zeros for the neighbours' entries on
-one side does not notice them on the other: tiles that a program owns are masked, tiles that stream past are not, and
-only own entries are stored. The padded vector is held as two powers of two where that is shorter, as 64 + 32 for
-D = 80.
+A piece of a head need not start where a wide load may: with c = 13 it starts at any even byte. So pieces
+are read in whole aligned groups of entries, neighbours included. A product q · k with zeros for the
+neighbours' entries on one side does not notice them on the other: tiles that a program owns are masked,
+tiles that stream past are not, and only own entries are stored. The padded vector is held as two powers of
+two where that is shorter, as 64 + 32 for D = 80.
 """
 
 import math
@@ -23,33 +23,34 @@ import torch
 import triton
 import triton.language as tl
 
-# By bytes per element, then by padded head size: the tiles to choose from, as (own rows, rows per step, warps,
-# stages). Own rows are queries, but for the gradients of k and v keys; the tile that pads them least is taken, the
-# first of equals.
+# By bytes per element, then by padded head size: the tiles to choose from, as (own rows, rows per step,
+# warps, stages). Own rows are queries, but for the gradients of k and v they are keys; the tile that pads
+# them least is taken, the first of equals.
 Tiles = dict[int, dict[int, tuple[tuple[int, int, int, int], ...]]]
 FORWARD_TILES: Tiles = {
     2: {
         64: ((128, 64, 4, 3), (64, 64, 4, 3)),
+        96: ((128, 64, 8, 3), (64, 64, 4, 3)),
         128: ((128, 64, 8, 3), (64, 64, 4, 3)),
-        256: ((64, 64, 4, 2),),
+        256: ((64, 64, 8, 2),),
     },
-    4: {64: ((64, 32, 4, 2),), 128: ((32, 32, 4, 2),), 256: ((16, 16, 4, 1),)},
+    4: {64: ((64, 32, 8, 2),), 128: ((32, 32, 8, 2),), 256: ((16, 16, 8, 1),)},
 }
 QUERY_TILES: Tiles = {
     2: {
         64: ((128, 64, 8, 2), (64, 64, 4, 2)),
-        128: ((128, 64, 8, 2), (64, 64, 4, 2)),
-        256: ((64, 32, 4, 1),),
+        128: ((128, 64, 8, 2), (64, 64, 8, 2)),
+        256: ((64, 32, 8, 1),),
     },
-    4: {64: ((32, 32, 4, 1),), 128: ((32, 16, 4, 1),), 256: ((16, 16, 4, 1),)},
+    4: {64: ((32, 32, 8, 1),), 128: ((32, 16, 8, 1),), 256: ((16, 16, 8, 1),)},
 }
 KEY_TILES: Tiles = {
     2: {
         64: ((128, 64, 8, 2), (64, 64, 4, 2)),
-        128: ((128, 64, 8, 2), (64, 64, 4, 2)),
+        128: ((128, 32, 8, 2), (64, 64, 8, 2)),
         256: ((64, 32, 8, 1),),
     },
-    4: {64: ((32, 32, 4, 1),), 128: ((16, 32, 4, 1),), 256: ((16, 16, 4, 1),)},
+    4: {64: ((32, 32, 8, 1),), 128: ((16, 32, 8, 1),), 256: ((16, 16, 8, 1),)},
 }
 
 _LOG2E = tl.constexpr(1 / math.log(2))
@@ -57,10 +58,9 @@ _LN2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
-def _columns(
+def _places(
     j,
     head,
-    PARTS: tl.constexpr,
     M: tl.constexpr,
     CHANNELS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -68,33 +68,31 @@ def _columns(
     PLANE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Where entries j of a head's padded vector lie in a token of PARTS features.
+    """Where entries j of a head's padded vector lie: four pieces of LINE groups, then two of PLANE groups.
 
-    Four pieces of LINE groups, then two of PLANE groups. Returns the columns in the first feature, the distance to
-    the next feature, which entries lie in the feature at all, which belong to the head, and the places in the A1 bias
-    (negative off A1).
+    Returns which of the eight blocks of m columns the piece's block begins with, the place in that block,
+    which entries lie in it at all, and which of them are the head's own.
     """
     group = j // GROUP
     on_line = group < 4 * LINE
     e = group - 4 * LINE
     block = tl.where(on_line, group // LINE, 4 + 2 * (e // PLANE))
-    step = tl.where(on_line, M, 2 * M)
-    begin = head * tl.where(on_line, CHANNELS, 2 * CHANNELS)
-    end = begin + tl.where(on_line, CHANNELS, 2 * CHANNELS)
+    length = tl.where(on_line, CHANNELS, 2 * CHANNELS)
+    begin = head * length
     place = begin // GROUP * GROUP + tl.where(on_line, group % LINE, e % PLANE) * GROUP + j % GROUP
     place = tl.max_contiguous(tl.multiple_of(place, GROUP), GROUP)
-    column = tl.max_contiguous(tl.multiple_of(block * (PARTS * M) + place, GROUP), GROUP)
-    # The compiler cannot prove what it needs for wide accesses: a group lies in a feature whole, a head's entries come
-    # in runs of UNIT.
-    present = tl.max_constancy((place < step) & (block < 8), GROUP)
-    own = tl.max_constancy((place < step) & (block < 8) & (place >= begin) & (place < end), UNIT)
-    return column, step, present, own, tl.where(block == 0, place, -1)
+    present = (place < tl.where(on_line, M, 2 * M)) & (block < 8)
+    own = present & (place >= begin) & (place < begin + length)
+    # The compiler cannot prove what wide accesses need: groups lie in their block whole, own entries come
+    # in runs.
+    return block, place, tl.max_constancy(present, GROUP), tl.max_constancy(own, UNIT)
 
 
 @triton.jit
-def _part(column, step, PART: tl.constexpr, GROUP: tl.constexpr):
-    """Columns in another feature of the token."""
-    return tl.max_contiguous(tl.multiple_of(column + PART * step, GROUP), GROUP)
+def _columns(block, place, PART: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr):
+    """Columns in one of the PARTS features that a token holds."""
+    column = block * (PARTS * M) + PART * tl.where(block < 4, M, 2 * M) + place
+    return tl.max_contiguous(tl.multiple_of(column, GROUP), GROUP)
 
 
 @triton.jit
@@ -108,7 +106,7 @@ def _load_own(pointer, row, row_in, column, column_in, own, STRIDE: tl.constexpr
     """As _load, with zeros for the neighbours' entries."""
     tile = _load(pointer, row, row_in, column, column_in, STRIDE)
     if not EXACT:
-        tile = tl.where(own[None, :], tile, 0.0)
+        tile = tl.where(own[None, :], tile, 0.0).to(tile.dtype)
     return tile
 
 
@@ -120,9 +118,9 @@ def _store(pointer, value, row, row_in, column, own, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def _load_bias(bias, place, own):
+def _load_bias(bias, block, place, own):
     """The A1 bias of one of q, k, v as a row over a head's padded vector."""
-    return tl.load(bias + place, mask=own & (place >= 0), other=0.0).to(tl.float32)[None, :]
+    return tl.load(bias + place, mask=own & (block == 0), other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -164,19 +162,23 @@ def _attention_forward(
     own = tokens + first.to(tl.int64) * (24 * M)
 
     j1 = tl.arange(0, DIM1)
-    column1, part1, in1, own1, place1 = _columns(j1, head, 3, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
-    k_column1 = _part(column1, part1, 1, GROUP)
-    v_column1 = _part(column1, part1, 2, GROUP)
-    q1 = _load_own(own, row, row_in, column1, in1, own1, 24 * M, EXACT)
+    block1, place1, in1, own1 = _places(j1, head, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
+    q_column1 = _columns(block1, place1, 0, 3, M, GROUP)
+    k_column1 = _columns(block1, place1, 1, 3, M, GROUP)
+    v_column1 = _columns(block1, place1, 2, 3, M, GROUP)
+    o_column1 = _columns(block1, place1, 0, 1, M, GROUP)
+    q1 = _load_own(own, row, row_in, q_column1, in1, own1, 24 * M, EXACT)
     if bias is not None:
-        q1 = (q1.to(tl.float32) + _load_bias(bias, place1, own1)).to(dtype)
+        q1 = (q1.to(tl.float32) + _load_bias(bias, block1, place1, own1)).to(dtype)
     acc1 = tl.zeros([BLOCK, DIM1], tl.float32)
     if DIM2 > 0:
         j2 = DIM1 + tl.arange(0, DIM2)
-        column2, part2, in2, own2, place2 = _columns(j2, head, 3, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
-        k_column2 = _part(column2, part2, 1, GROUP)
-        v_column2 = _part(column2, part2, 2, GROUP)
-        q2 = _load_own(own, row, row_in, column2, in2, own2, 24 * M, EXACT)
+        block2, place2, in2, own2 = _places(j2, head, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
+        q_column2 = _columns(block2, place2, 0, 3, M, GROUP)
+        k_column2 = _columns(block2, place2, 1, 3, M, GROUP)
+        v_column2 = _columns(block2, place2, 2, 3, M, GROUP)
+        o_column2 = _columns(block2, place2, 0, 1, M, GROUP)
+        q2 = _load_own(own, row, row_in, q_column2, in2, own2, 24 * M, EXACT)
         acc2 = tl.zeros([BLOCK, DIM2], tl.float32)
 
     largest = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -206,12 +208,10 @@ def _attention_forward(
     own = out + (batch * N + first) * (8 * M)
     acc1 = acc1 / total[:, None]
     if bias is not None:
-        acc1 += _load_bias(bias + 2 * M, place1, own1)
-    column1, part1, in1, own1, place1 = _columns(j1, head, 1, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
-    _store(own, acc1, row, row_in, column1, own1, 8 * M)
+        acc1 += _load_bias(bias + 2 * M, block1, place1, own1)
+    _store(own, acc1, row, row_in, o_column1, own1, 8 * M)
     if DIM2 > 0:
-        column2, part2, in2, own2, place2 = _columns(j2, head, 1, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
-        _store(own, acc2 / total[:, None], row, row_in, column2, own2, 8 * M)
+        _store(own, acc2 / total[:, None], row, row_in, o_column2, own2, 8 * M)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -237,7 +237,10 @@ def _attention_backward_query(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Gradient of BLOCK queries of one head: dq = Σ_j dS_j k_j / √D, dS = P (do · v - δ); and δ = do · (o - b_v)."""
+    """Gradient of BLOCK queries of one head, dq = Σ_j dS_j k_j / √D with dS = P (do · v - δ).
+
+    δ = do · (o - b_v) is stored for the gradients of keys and values.
+    """
     pair, batch, head, first = _own_block(N, M // CHANNELS, BLOCK)
     EXACT: tl.constexpr = UNIT == GROUP
     dtype: tl.constexpr = qkv.dtype.element_ty
@@ -247,29 +250,31 @@ def _attention_backward_query(
     own = batch * N + first
 
     j1 = tl.arange(0, DIM1)
-    column1, part1, in1, own1, place1 = _columns(j1, head, 1, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
-    do1 = _load_own(dout + own * (8 * M), row, row_in, column1, in1, own1, 8 * M, EXACT)
-    o1 = _load(out + own * (8 * M), row, row_in, column1, in1, 8 * M).to(tl.float32)
+    block1, place1, in1, own1 = _places(j1, head, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
+    q_column1 = _columns(block1, place1, 0, 3, M, GROUP)
+    k_column1 = _columns(block1, place1, 1, 3, M, GROUP)
+    v_column1 = _columns(block1, place1, 2, 3, M, GROUP)
+    o_column1 = _columns(block1, place1, 0, 1, M, GROUP)
+    do1 = _load_own(dout + own * (8 * M), row, row_in, o_column1, in1, own1, 8 * M, EXACT)
+    o1 = _load(out + own * (8 * M), row, row_in, o_column1, in1, 8 * M).to(tl.float32)
     if bias is not None:
-        o1 -= _load_bias(bias + 2 * M, place1, own1)
+        o1 -= _load_bias(bias + 2 * M, block1, place1, own1)
     mean = tl.sum(do1.to(tl.float32) * o1, axis=1)
-    column1, part1, in1, own1, place1 = _columns(j1, head, 3, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
-    k_column1 = _part(column1, part1, 1, GROUP)
-    v_column1 = _part(column1, part1, 2, GROUP)
-    q1 = _load_own(qkv + own * (24 * M), row, row_in, column1, in1, own1, 24 * M, EXACT)
+    q1 = _load_own(qkv + own * (24 * M), row, row_in, q_column1, in1, own1, 24 * M, EXACT)
     if bias is not None:
-        q1 = (q1.to(tl.float32) + _load_bias(bias, place1, own1)).to(dtype)
+        q1 = (q1.to(tl.float32) + _load_bias(bias, block1, place1, own1)).to(dtype)
     dq1 = tl.zeros([BLOCK, DIM1], tl.float32)
     if DIM2 > 0:
         j2 = DIM1 + tl.arange(0, DIM2)
-        column2, part2, in2, own2, place2 = _columns(j2, head, 1, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
-        do2 = _load_own(dout + own * (8 * M), row, row_in, column2, in2, own2, 8 * M, EXACT)
-        o2 = _load(out + own * (8 * M), row, row_in, column2, in2, 8 * M).to(tl.float32)
+        block2, place2, in2, own2 = _places(j2, head, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
+        q_column2 = _columns(block2, place2, 0, 3, M, GROUP)
+        k_column2 = _columns(block2, place2, 1, 3, M, GROUP)
+        v_column2 = _columns(block2, place2, 2, 3, M, GROUP)
+        o_column2 = _columns(block2, place2, 0, 1, M, GROUP)
+        do2 = _load_own(dout + own * (8 * M), row, row_in, o_column2, in2, own2, 8 * M, EXACT)
+        o2 = _load(out + own * (8 * M), row, row_in, o_column2, in2, 8 * M).to(tl.float32)
         mean += tl.sum(do2.to(tl.float32) * o2, axis=1)
-        column2, part2, in2, own2, place2 = _columns(j2, head, 3, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
-        k_column2 = _part(column2, part2, 1, GROUP)
-        v_column2 = _part(column2, part2, 2, GROUP)
-        q2 = _load_own(qkv + own * (24 * M), row, row_in, column2, in2, own2, 24 * M, EXACT)
+        q2 = _load_own(qkv + own * (24 * M), row, row_in, q_column2, in2, own2, 24 * M, EXACT)
         dq2 = tl.zeros([BLOCK, DIM2], tl.float32)
     tl.store(delta + pair * N + first + row, mean, mask=row_in)
     log_total = tl.load(lse + pair * N + first + row, mask=row_in, other=float("inf")) * _LOG2E
@@ -293,9 +298,9 @@ def _attention_backward_query(
         if DIM2 > 0:
             dq2 = tl.dot(dscore, k2, dq2, input_precision=PRECISION)
 
-    _store(dqkv + own * (24 * M), dq1 * SCALE, row, row_in, column1, own1, 24 * M)
+    _store(dqkv + own * (24 * M), dq1 * SCALE, row, row_in, q_column1, own1, 24 * M)
     if DIM2 > 0:
-        _store(dqkv + own * (24 * M), dq2 * SCALE, row, row_in, column2, own2, 24 * M)
+        _store(dqkv + own * (24 * M), dq2 * SCALE, row, row_in, q_column2, own2, 24 * M)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -322,8 +327,8 @@ def _attention_backward_key(
 ):
     """Gradients of BLOCK keys and values of one head: dv = Σ_i P_i do_i, dk = Σ_i dS_i (q_i + b_q) / √D.
 
-    Tiles are [keys, queries]. The queries stay as they are stored, so that they go straight from memory to the
-    products: their bias enters as b_q · k in the scores and as b_q Σ_i dS_i in dk.
+    Tiles are [keys, queries]. The queries stay as they are stored, so that they go straight from memory to
+    the products: their bias enters as b_q · k in the scores and as b_q Σ_i dS_i in dk.
     """
     pair, batch, head, first = _own_block(N, M // CHANNELS, BLOCK)
     EXACT: tl.constexpr = UNIT == GROUP
@@ -335,37 +340,37 @@ def _attention_backward_key(
     own = (batch * N + first) * (24 * M)
 
     j1 = tl.arange(0, DIM1)
-    column1, part1, in1, own1, place1 = _columns(j1, head, 3, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
-    k_column1 = _part(column1, part1, 1, GROUP)
-    v_column1 = _part(column1, part1, 2, GROUP)
-    o_column1, o_part1, o_in1, o_own1, o_place1 = _columns(j1, head, 1, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
+    block1, place1, in1, own1 = _places(j1, head, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
+    q_column1 = _columns(block1, place1, 0, 3, M, GROUP)
+    k_column1 = _columns(block1, place1, 1, 3, M, GROUP)
+    v_column1 = _columns(block1, place1, 2, 3, M, GROUP)
+    o_column1 = _columns(block1, place1, 0, 1, M, GROUP)
     k1 = _load_own(qkv + own, row, row_in, k_column1, in1, own1, 24 * M, EXACT)
     v1 = _load_own(qkv + own, row, row_in, v_column1, in1, own1, 24 * M, EXACT)
     dk1 = tl.zeros([BLOCK, DIM1], tl.float32)
     dv1 = tl.zeros([BLOCK, DIM1], tl.float32)
     if DIM2 > 0:
         j2 = DIM1 + tl.arange(0, DIM2)
-        column2, part2, in2, own2, place2 = _columns(j2, head, 3, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
-        k_column2 = _part(column2, part2, 1, GROUP)
-        v_column2 = _part(column2, part2, 2, GROUP)
-        o_column2, o_part2, o_in2, o_own2, o_place2 = _columns(
-            j2, head, 1, M, CHANNELS, GROUP, LINE, PLANE, UNIT
-        )
+        block2, place2, in2, own2 = _places(j2, head, M, CHANNELS, GROUP, LINE, PLANE, UNIT)
+        q_column2 = _columns(block2, place2, 0, 3, M, GROUP)
+        k_column2 = _columns(block2, place2, 1, 3, M, GROUP)
+        v_column2 = _columns(block2, place2, 2, 3, M, GROUP)
+        o_column2 = _columns(block2, place2, 0, 1, M, GROUP)
         k2 = _load_own(qkv + own, row, row_in, k_column2, in2, own2, 24 * M, EXACT)
         v2 = _load_own(qkv + own, row, row_in, v_column2, in2, own2, 24 * M, EXACT)
         dk2 = tl.zeros([BLOCK, DIM2], tl.float32)
         dv2 = tl.zeros([BLOCK, DIM2], tl.float32)
     if bias is not None:
-        lift = tl.sum(k1.to(tl.float32) * _load_bias(bias, place1, own1), axis=1) * (SCALE * _LOG2E)
+        lift = tl.sum(k1.to(tl.float32) * _load_bias(bias, block1, place1, own1), axis=1) * (SCALE * _LOG2E)
         dscore_sum = tl.zeros([BLOCK], tl.float32)
 
     for start in range(0, N, STEP):
         step_in = start + step < N
         others = tokens + tl.cast(start, tl.int64) * (24 * M)
-        q1 = _load(others, step, step_in, column1, in1, 24 * M)
+        q1 = _load(others, step, step_in, q_column1, in1, 24 * M)
         score = tl.dot(k1, tl.trans(q1), input_precision=PRECISION)
         if DIM2 > 0:
-            q2 = _load(others, step, step_in, column2, in2, 24 * M)
+            q2 = _load(others, step, step_in, q_column2, in2, 24 * M)
             score = tl.dot(k2, tl.trans(q2), score, input_precision=PRECISION)
         # Queries past the end weigh nothing: exp2(-inf).
         log_total = tl.load(lse + pair * N + start + step, mask=step_in, other=float("inf")) * _LOG2E
@@ -374,11 +379,11 @@ def _attention_backward_key(
         else:
             weight = tl.math.exp2(score * (SCALE * _LOG2E) - log_total[None, :])
         others = douts + tl.cast(start, tl.int64) * (8 * M)
-        do1 = _load(others, step, step_in, o_column1, o_in1, 8 * M)
+        do1 = _load(others, step, step_in, o_column1, in1, 8 * M)
         slope = tl.dot(v1, tl.trans(do1), input_precision=PRECISION)
         dv1 = tl.dot(weight.to(dtype), do1, dv1, input_precision=PRECISION)
         if DIM2 > 0:
-            do2 = _load(others, step, step_in, o_column2, o_in2, 8 * M)
+            do2 = _load(others, step, step_in, o_column2, in2, 8 * M)
             slope = tl.dot(v2, tl.trans(do2), slope, input_precision=PRECISION)
             dv2 = tl.dot(weight.to(dtype), do2, dv2, input_precision=PRECISION)
         mean = tl.load(delta + pair * N + start + step, mask=step_in, other=0.0)
@@ -390,7 +395,7 @@ def _attention_backward_key(
             dk2 = tl.dot(dscore.to(dtype), q2, dk2, input_precision=PRECISION)
 
     if bias is not None:
-        dk1 += dscore_sum[:, None] * _load_bias(bias, place1, own1)
+        dk1 += dscore_sum[:, None] * _load_bias(bias, block1, place1, own1)
     _store(dqkv + own, dk1 * SCALE, row, row_in, k_column1, own1, 24 * M)
     _store(dqkv + own, dv1, row, row_in, v_column1, own1, 24 * M)
     if DIM2 > 0:
@@ -414,7 +419,7 @@ def _tile(tiles: Tiles, element_size: int, dim: int, rows: int) -> tuple[int, in
 
 
 def _groups(length: int, group: int) -> int:
-    """Aligned groups that hold a head's piece of this length, which starts at a multiple of gcd(length, group)."""
+    """Aligned groups that hold a head's piece, which starts at a multiple of gcd(length, group)."""
     return triton.cdiv(group - math.gcd(length, group) + length, group)
 
 
@@ -472,7 +477,7 @@ def attention_backward(
     lse: torch.Tensor,
     heads: int,
 ) -> torch.Tensor:
-    """Gradient dqkv[B, N, 3C] of `attention_forward`, packed. The bias's is the sum of its A1 columns over tokens."""
+    """Gradient dqkv[B, N, 3C] of `attention_forward`, packed; the bias's is the sum of its A1 columns."""
     batch, tokens, dim, meta = _shape(qkv, heads)
     dqkv = torch.empty_like(qkv)
     if dqkv.numel() == 0:

@@ -1,13 +1,16 @@
 """Octic layer norm on packed channels, alone and fused with the residual addition before it.
 
-    x̂ = (x - mean of x over its irrep) / √(mean over all C of the centred squares + ε),    y = gain · x̂ + shift e_A1
+    y = gain · x̂ + shift e_A1,    x̂ = (x - x̄) / √(mean of (x - x̄)² + ε)
 
-A feature x[T, C] has m = C/8: A1, A2, B1, B2 are four blocks of m columns, the two components of E two blocks of
-2m, each block with its own mean. A token is therefore held as two tiles, [4, m] and [2, 2m], padded to powers of
-two: means are sums along rows, and what the components of E share is a broadcast over the rows of the second tile.
+x̄ is the mean over each irrep component, the mean of squares that over all C channels; there the
+components of E may be weighed by a factor other than 1. A feature x[T, C] has m = C/8: A1, A2, B1, B2 are
+four blocks of m columns, the components of E two blocks of 2m, each with its own mean. A token is
+therefore held as two tiles, u[4, m] and v[2, 2m], padded to powers of two: means are sums along rows, and
+what the components of E share is a broadcast over the rows of v.
 
-gain and the layer scale have 6m entries (4m, then 2m for both components of E), shifts and biases m (A1 only). Per
-token seven statistics are kept for the backward pass: the six means and the reciprocal standard deviation.
+gain and layer scale have 6m entries (4m, then 2m for both components of E), shift and bias m (A1 only).
+For the backward pass seven statistics per token are kept: the six means and the reciprocal standard
+deviation.
 """
 
 import functools
@@ -16,8 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-# Warps per program, programs per multiprocessor, stages of the pipeline of loads: a program takes one token after the
-# other. Keyed by the padded width of a token, 8 · (next power of two of m); the first key that is large enough holds.
+# Warps per program, programs per multiprocessor, stages of the pipeline of loads: a program takes one token
+# after the other. Keyed by the padded width of a token, 8 times the next power of two of m; the first key
+# that is large enough holds.
 FORWARD_TILES: dict[int, tuple[int, int, int]] = {
     512: (1, 16, 2),
     1024: (2, 10, 2),
@@ -44,18 +48,17 @@ _STATISTICS = tl.constexpr(STATISTICS)
 
 @triton.jit
 def _lines(M: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The tile [4, M] of one-dimensional irreps: its rows, its columns in a token, and which exist."""
+    """Columns of the tile u of one-dimensional irreps, which of them exist, and which are A1."""
     row, column = tl.arange(0, 4)[:, None], tl.arange(0, BLOCK_M)[None, :]
-    return row, row * M + column, column < M
+    return row * M + column, column < M, (column < M) & (row == 0)
 
 
 @triton.jit
 def _planes(M: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The tile [2, 2 M] of the components of E: its rows, its columns in a token, those in a gain, and which exist."""
+    """Columns of the tile v of the components of E, their entries in a gain, and which of them exist."""
     row, column = tl.arange(0, 2)[:, None], tl.arange(0, 2 * BLOCK_M)[None, :]
-    # Each component loads its own copy of a gain, in its own registers: sharing one would go through shared memory.
-    shared = row * 0 + column
-    return row, 4 * M + row * (2 * M) + column, 4 * M + shared, column < 2 * M
+    # Each component loads its own copy of a gain: to share one, it would have to pass through shared memory.
+    return 4 * M + row * (2 * M) + column, 4 * M + row * 0 + column, column < 2 * M
 
 
 @triton.jit
@@ -66,6 +69,11 @@ def _load(pointer, offset, mask):
 @triton.jit
 def _store(pointer, offset, value, mask):
     tl.store(pointer + offset, value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _total(tile):
+    return tl.sum(tl.sum(tile, axis=1), axis=0)
 
 
 @triton.jit(do_not_specialize=["T", "tokens_per_row"])
@@ -81,6 +89,7 @@ def _norm_forward(
     y,
     statistics,
     eps,
+    pair_weight,
     T,
     tokens_per_row,
     M: tl.constexpr,
@@ -88,9 +97,8 @@ def _norm_forward(
     STAGES: tl.constexpr,
 ):
     """y = norm(s) with s = x, or s = x + row_scale · scale · (branch + bias e_A1) where there is a branch."""
-    u_row, u_cell, u_in = _lines(M, BLOCK_M)
-    v_row, v_cell, v_shared, v_in = _planes(M, BLOCK_M)
-    u_first = u_in & (u_row == 0)
+    u_cell, u_in, u_first = _lines(M, BLOCK_M)
+    v_cell, v_shared, v_in = _planes(M, BLOCK_M)
     u_gain = _load(gain, u_cell, u_in)
     v_gain = _load(gain, v_shared, v_in)
     u_shift = _load(shift, u_cell, u_first)
@@ -129,7 +137,7 @@ def _norm_forward(
         v_mean = tl.sum(v, axis=1) * (0.5 / M)
         u = tl.where(u_in, u - u_mean[:, None], 0.0)
         v = tl.where(v_in, v - v_mean[:, None], 0.0)
-        square = tl.sum(tl.sum(u * u, axis=1), axis=0) + tl.sum(tl.sum(v * v, axis=1), axis=0)
+        square = _total(u * u) + pair_weight * _total(v * v)
         rstd = tl.math.rsqrt(square * (0.125 / M) + eps)
         _store(y + start, u_cell, u * rstd * u_gain + u_shift, u_in)
         _store(y + start, v_cell, v * rstd * v_gain, v_in)
@@ -154,6 +162,7 @@ def _norm_backward(
     dx,
     dbranch,
     partial,
+    pair_weight,
     T,
     tokens_per_row,
     M: tl.constexpr,
@@ -161,16 +170,18 @@ def _norm_backward(
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx = rstd (w - irrep mean of w - x̂ · mean of w x̂) + dstream with w = gain · dy; and, where there is a branch,
-    dbranch = row_scale · scale · dx.
+    """Gradients of `_norm_forward`; that of the stream arrives as dy through the norm and as dstream past it.
+
+        dx = rstd (w - w̄ - weight · x̂ · mean of w x̂) + dstream,    w = gain · dy
+        dbranch = row_scale · scale · dx
 
     Sums over this program's tokens go to its line of partial[programs, WIDTH], in the order of the 6 M gains,
     M shifts, 6 M scales and M biases: dgain = Σ dy x̂, dshift = Σ dy, dscale = Σ row_scale dx (branch + bias),
     dbias = Σ dbranch.
     """
-    u_row, u_cell, u_in = _lines(M, BLOCK_M)
-    v_row, v_cell, v_shared, v_in = _planes(M, BLOCK_M)
-    u_first = u_in & (u_row == 0)
+    u_cell, u_in, u_first = _lines(M, BLOCK_M)
+    v_cell, v_shared, v_in = _planes(M, BLOCK_M)
+    u_row = tl.arange(0, 4)[:, None]
     u_gain = _load(gain, u_cell, u_in)
     v_gain = _load(gain, v_shared, v_in)
     u_dgain = tl.zeros([4, BLOCK_M], tl.float32)
@@ -206,7 +217,7 @@ def _norm_backward(
         e1, e2, rstd = tl.load(saved + 4), tl.load(saved + 5), tl.load(saved + 6)
 
         u = (u - tl.where(u_row < 2, tl.where(u_row == 0, a1, a2), tl.where(u_row == 2, b1, b2))) * rstd
-        v = (v - tl.where(v_row == 0, e1, e2)) * rstd
+        v = (v - tl.where(tl.arange(0, 2)[:, None] == 0, e1, e2)) * rstd
         u_dgain += u_dy * u
         v_dgain += v_dy * v
         u_dshift += u_dy
@@ -214,10 +225,9 @@ def _norm_backward(
         v_dy *= v_gain
         u_mean = tl.sum(u_dy, axis=1) * (1.0 / M)
         v_mean = tl.sum(v_dy, axis=1) * (0.5 / M)
-        along = tl.sum(tl.sum(u_dy * u, axis=1), axis=0) + tl.sum(tl.sum(v_dy * v, axis=1), axis=0)
-        along *= 0.125 / M
+        along = (_total(u_dy * u) + _total(v_dy * v)) * (0.125 / M)
         u = rstd * (u_dy - u_mean[:, None] - along * u)
-        v = rstd * (v_dy - v_mean[:, None] - along * v)
+        v = rstd * (v_dy - v_mean[:, None] - along * pair_weight * v)
         if dstream is not None:
             u += u_dstream.to(tl.float32)
             v += v_dstream.to(tl.float32)
@@ -306,6 +316,7 @@ def _forward(
     shift: torch.Tensor,
     eps: float,
     dtype: torch.dtype | None,
+    pair_weight: float,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     tokens, channels = x.shape
     stream = None if branch is None else torch.empty_like(x)
@@ -329,6 +340,7 @@ def _forward(
             y,
             statistics,
             eps,
+            pair_weight,
             tokens,
             tokens_per_row,
             M=channels // 8,
@@ -350,6 +362,7 @@ def _backward(
     scale: torch.Tensor | None,
     row_scale: torch.Tensor | None,
     tokens_per_row: int,
+    pair_weight: float,
 ) -> tuple[
     torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
 ]:
@@ -387,6 +400,7 @@ def _backward(
             dx,
             dbranch,
             partial,
+            pair_weight,
             tokens,
             tokens_per_row,
             M=m,
@@ -417,9 +431,10 @@ def norm_forward(
     shift: torch.Tensor,
     eps: float,
     dtype: torch.dtype | None = None,
+    pair_weight: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Octic layer norm of x[T, C]: y[T, C] in the given dtype (default: that of x) and statistics[T, 7]."""
-    _, y, statistics = _forward(x, None, None, None, None, 1, gain, shift, eps, dtype)
+    _, y, statistics = _forward(x, None, None, None, None, 1, gain, shift, eps, dtype, pair_weight)
     return y, statistics
 
 
@@ -434,18 +449,31 @@ def residual_norm_forward(
     shift: torch.Tensor,
     eps: float,
     dtype: torch.dtype | None = None,
+    pair_weight: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Residual addition and the octic layer norm after it, in one pass.
 
         stream = x + row_scale · scale · (branch + branch_bias e_A1),    y = norm(stream)
 
     x, branch[T, C], branch_bias[C/8], scale[3C/4] (layer scale), row_scale[T / tokens_per_row] in float32
-    (stochastic depth). stream has the dtype of x, y the given dtype (default: that of branch); y is the norm of the
-    stream as it was rounded. Returns stream, y, statistics[T, 7].
+    (stochastic depth). stream has the dtype of x, y the given dtype (default: that of branch); y is the norm
+    of the stream as it was rounded. Returns stream, y, statistics[T, 7].
     """
-    return _forward(
-        x, branch, branch_bias, scale, row_scale, tokens_per_row, gain, shift, eps, dtype or branch.dtype
+    stream, y, statistics = _forward(
+        x,
+        branch,
+        branch_bias,
+        scale,
+        row_scale,
+        tokens_per_row,
+        gain,
+        shift,
+        eps,
+        dtype or branch.dtype,
+        pair_weight,
     )
+    assert stream is not None
+    return stream, y, statistics
 
 
 def norm_backward(
@@ -454,9 +482,12 @@ def norm_backward(
     statistics: torch.Tensor,
     gain: torch.Tensor,
     dstream: torch.Tensor | None = None,
+    pair_weight: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `norm_forward`: dx (plus dstream where given), dgain[3C/4] and dshift[C/8] in the gain's dtype."""
-    dx, _, dgain, dshift, _, _ = _backward(dy, dstream, x, statistics, gain, None, None, None, None, 1)
+    """Gradients of `norm_forward`: dx, plus dstream where given, and dgain[3C/4], dshift[C/8]."""
+    dx, _, dgain, dshift, _, _ = _backward(
+        dy, dstream, x, statistics, gain, None, None, None, None, 1, pair_weight
+    )
     return dx, dgain, dshift
 
 
@@ -471,13 +502,14 @@ def residual_norm_backward(
     scale: torch.Tensor | None,
     row_scale: torch.Tensor | None,
     tokens_per_row: int,
+    pair_weight: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of `residual_norm_forward`: dx, dbranch, dgain, dshift, dscale, dbranch_bias.
 
     dx is the gradient of the stream and of x alike. dscale and dbranch_bias are None where there is no such
     parameter.
     """
-    return _backward(
+    dx, dbranch, dgain, dshift, dscale, dbias = _backward(
         dy,
         dstream,
         stream,
@@ -488,4 +520,7 @@ def residual_norm_backward(
         scale,
         row_scale,
         tokens_per_row,
+        pair_weight,
     )
+    assert dbranch is not None
+    return dx, dbranch, dgain, dshift, dscale, dbias

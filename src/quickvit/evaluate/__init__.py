@@ -1,0 +1,13 @@
+"""What a model has learned, and whether it keeps its promises."""
+
+from quickvit.evaluate.equivariance import ElementErrors, SymmetryReport, verify_symmetry
+from quickvit.evaluate.features import Embedding, embed_images, find_images
+
+__all__ = [
+    "ElementErrors",
+    "Embedding",
+    "SymmetryReport",
+    "embed_images",
+    "find_images",
+    "verify_symmetry",
+]

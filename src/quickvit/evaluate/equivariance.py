@@ -1,0 +1,106 @@
+"""Whether a model keeps what its family promises: equivariance before the break, invariance at the end."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quickvit.group import D8, act_on_image, act_on_tokens
+from quickvit.models import FAMILIES, QuickVisionTransformer
+from quickvit.testing import TOLERANCES, equivariance_error, unmoved
+
+
+@dataclass(frozen=True)
+class ElementErrors:
+    """Errors under one element, relative to the spread over images; None where the notion does not apply."""
+
+    element: str
+    equivariance: float | None
+    invariance: float
+
+
+@dataclass(frozen=True)
+class SymmetryReport:
+    """Errors for each element of D8, and what was promised of them.
+
+    equivariance: of the steerable tokens after the last octic block, under the model's own group. invariance: of the
+    logits, or of the pooled features of a model without a head.
+    """
+
+    errors: tuple[ElementErrors, ...]
+    promises: tuple[str, ...]
+    tolerance: float
+
+    @property
+    def worst(self) -> dict[str, float | None]:
+        """The largest error of each kind."""
+        equivariance = [e.equivariance for e in self.errors if e.equivariance is not None]
+        return {
+            "equivariance": max(equivariance, default=None),
+            "invariance": max(e.invariance for e in self.errors),
+        }
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """The promises that are not kept."""
+        worst = self.worst
+        return tuple(p for p in self.promises if (error := worst[p]) is not None and not error <= self.tolerance)
+
+
+def verify_symmetry(
+    model: nn.Module,
+    img_size: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    batch_size: int = 4,
+) -> SymmetryReport:
+    """Measure a model in evaluation mode on random images [batch_size, in, H, W], in `dtype`; the model is left alone.
+
+    A rotation turns H × W images into W × H ones, so the model must take both sizes.
+    """
+    if dtype not in TOLERANCES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, TOLERANCES))}, got {dtype}")
+    model = copy.deepcopy(model).to(dtype).eval()
+    device = next(model.parameters()).device
+    channels = getattr(model, "in_chans", 3)
+    images = random_images(batch_size, channels, img_size, seed).to(device, dtype)
+
+    def output(x: Tensor) -> Tensor:
+        y = model(x)
+        return y.mean(1) if y.ndim == 3 else y
+
+    equivariance = {}
+    promises: tuple[str, ...] = ()
+    with torch.no_grad():
+        if isinstance(model, QuickVisionTransformer):
+            equivariance = _steerable_errors(model, images)
+            promises = ("equivariance",) if model.config["lift"] == "octic" else ()
+            promises += ("invariance",) if FAMILIES[model.family].invariant else ()
+        invariance = equivariance_error(output, images, act_on_image, unmoved)
+    errors = tuple(ElementErrors(str(g), equivariance.get(g), invariance[g]) for g in D8.elements)
+    return SymmetryReport(errors, promises, TOLERANCES[dtype])
+
+
+def random_images(count: int, channels: int, size: tuple[int, int], seed: int) -> Tensor:
+    """Smooth random images [count, channels, H, W] plus noise: unlike plain noise, they differ after averaging."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    smooth = torch.randn(count, channels, 4, 4, generator=generator)
+    smooth = functional.interpolate(smooth, size, mode="bicubic", align_corners=False)
+    return smooth + torch.randn(smooth.shape, generator=generator) / 2
+
+
+def _steerable_errors(model: QuickVisionTransformer, images: Tensor) -> dict:
+    group = model.group
+    grid = images.shape[2] // model.patch_size, images.shape[3] // model.patch_size
+    prefix = model.num_prefix_tokens
+    return equivariance_error(
+        lambda x: model.forward_steerable(x).tokens,
+        images,
+        lambda x, g: act_on_image(x, g, group),
+        lambda y, g: act_on_tokens(y, g, grid, group, prefix=prefix),
+        group,
+    )

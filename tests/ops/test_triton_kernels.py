@@ -1,0 +1,356 @@
+"""The Triton kernels against their definitions in float64, gradients too, on outputs that start as NaN."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from quickvit.ops.triton import attention, gelu, norm  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+EPS = 1e-6
+
+# The interpreter works in numpy, which warns of the infinities that the kernels expect.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def runnable() -> None:
+    if not CUDA and isinstance(tl.sum, triton.runtime.JITFunction):
+        pytest.fail("Triton was imported before TRITON_INTERPRET=1 was set")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a kernel forgets to write is NaN."""
+    empty, empty_like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(math.nan))
+    monkeypatch.setattr(
+        torch, "empty_like", lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(math.nan)
+    )
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(*shape, generator=generator)).to(DEVICE, dtype)
+
+
+def exact(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Leaves in float64 with the values of the given tensors."""
+    return [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+
+
+def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype, ulps: float = 1.0) -> None:
+    """Equal to within a rounding of each entry and a smaller one of the largest entry.
+
+    The interpreter truncates to bfloat16, so a rounding is a whole unit in the last place.
+    """
+    unit = torch.finfo(dtype).eps
+    expected = expected.detach()
+    assert actual.shape == expected.shape
+    assert actual.isfinite().all()
+    bound = ulps * unit * (expected.abs() + 0.5 * expected.abs().max()) + 1e-30
+    error = (actual.double() - expected).abs()
+    assert (error <= bound).all(), f"largest error {(error / bound).max():.2f} times the bound"
+
+
+# --- GELU
+
+
+def inverse_fourier() -> Tensor:
+    """Q[8, 8], rows over group elements, columns over A1 A2 B1 B2 E11 E21 E12 E22."""
+    a1, a2, b1, b2, e11, e21, e12, e22 = torch.eye(8, dtype=torch.float64, device=DEVICE)
+    a, b, c, d = a1 + a2, a1 - a2, b1 + b2, b1 - b2
+    e, f, g, h = e11 + e12, e11 - e12, e21 + e22, e21 - e22
+    rows = [a + c + e + h, a - c + f - g, a + c - e - h, a - c - f + g]
+    rows += [b + d - f - g, b - d - e + h, b + d + f + g, b - d + e - h]
+    return math.sqrt(2) / 4 * torch.stack(rows)
+
+
+def add_invariant(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + functional.pad(bias, (0, x.shape[-1] - bias.shape[0]))
+
+
+def gelu_definition(x: Tensor, bias: Tensor | None) -> Tensor:
+    q = inverse_fourier()
+    octets = add_invariant(x, bias).unflatten(-1, (8, -1))
+    return (q.T @ functional.gelu(q @ octets)).flatten(-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "m", "with_bias"),
+    [(1, 8, True), (7, 12, True), (7, 12, False), (197, 26, True), (3, 80, True)],
+)
+def test_gelu(tokens: int, m: int, with_bias: bool, dtype: torch.dtype) -> None:
+    x, grad = draw(0, tokens, 8 * m, dtype=dtype, scale=2.0), draw(1, tokens, 8 * m, dtype=dtype)
+    bias = draw(2, m, dtype=dtype) if with_bias else None
+    x64, bias64 = exact(x, bias)
+    y64 = gelu_definition(x64, bias64)
+    y64.backward(grad.double())
+    assert_near(gelu.gelu_forward(x, bias), y64, dtype, ulps=4 if dtype == torch.float32 else 1)
+    dx = gelu.gelu_backward(grad, x, bias)
+    assert dx.dtype == dtype
+    assert_near(dx, x64.grad, dtype, ulps=4 if dtype == torch.float32 else 1)
+
+
+def fit_logit(terms: int, reach: float = 6.0, points: int = 1500, steps: int = 100) -> np.ndarray:
+    """The odd polynomial p with the smallest max |z (Φ(z) - σ(p(z)))| over 0 < z < reach."""
+    z = np.linspace(reach / points, reach, points)
+    upper = np.array([0.5 * math.erfc(t / math.sqrt(2)) for t in z])
+    lower = 1 - upper
+    powers = (z[:, None] / reach) ** (2 * np.arange(terms) + 1)
+    slope = z * lower * upper
+    c = np.linalg.lstsq(powers * slope[:, None], np.log(lower / upper) * slope, rcond=None)[0]
+    weights = np.ones(points)
+    best = (math.inf, c)
+    for _ in range(steps):
+        sigma = 1 / (1 + np.exp(-powers @ c))
+        error = z * (lower - sigma)
+        best = min(best, (np.abs(error).max(), c), key=lambda pair: pair[0])
+        weights *= np.abs(error) / np.abs(error).max() + 1e-3
+        weights /= weights.sum()
+        root = np.sqrt(weights)
+        jacobian = powers * (z * sigma * (1 - sigma) * root)[:, None]
+        c = c + np.linalg.lstsq(jacobian, error * root, rcond=None)[0]
+    return best[1] / reach ** (2 * np.arange(terms) + 1)
+
+
+def test_logit_is_the_best_polynomial() -> None:
+    np.testing.assert_allclose(fit_logit(len(gelu.LOGIT)), gelu.LOGIT, rtol=2e-3)
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_fast_gelu_is_far_below_half_precision(with_grad: bool) -> None:
+    """The fast path on float32, where nothing hides its error."""
+    m = 512
+    z = torch.cat([torch.linspace(-12, 12, 8 * m - 4), torch.tensor([-1e3, 1e3, -1e15, 1e15])]).double()
+    q = inverse_fourier().cpu()
+    x = (q.T @ z.view(8, m)).view(1, -1).float().to(DEVICE)
+    grad = (q.T @ torch.ones(8, m, dtype=torch.float64)).view(1, -1).float().to(DEVICE)
+    y = torch.empty_like(x)
+    meta = {"M": m, "VEC": 16, "EXACT": False, "BLOCK": 512, "num_warps": 4}
+    if with_grad:
+        gelu._gelu_backward[(1,)](grad, x, None, y, 1, **meta)
+        expected = torch.special.ndtr(z) + z * (-z * z / 2).exp() / math.sqrt(2 * math.pi)
+    else:
+        gelu._gelu_forward[(1,)](x, None, y, 1, **meta)
+        expected = functional.gelu(z)
+    actual = (q @ y.cpu().double().view(8, m)).view(-1)
+    error = (actual - expected).abs()
+    # Octets that hold the huge values have the rounding of the huge values.
+    ordinary = z.view(8, m).abs().amax(0) < 100
+    assert actual.isfinite().all()
+    assert error.view(8, m)[:, ordinary].max() < 1.5e-5
+    assert (error <= 1.5e-5 + 1e-6 * z.view(8, m).abs().amax(0).repeat(8)).all()
+
+
+# --- norm
+
+
+def expand(per_channel: Tensor) -> Tensor:
+    """One value per irrep channel, [3C/4], to one per column, [C]."""
+    m = per_channel.shape[0] // 6
+    return torch.cat([per_channel, per_channel[4 * m :]])
+
+
+def norm_definition(x: Tensor, gain: Tensor, shift: Tensor, pair_weight: float) -> Tensor:
+    m = x.shape[1] // 8
+    parts = x.split([m] * 4 + [2 * m] * 2, dim=1)
+    centred = torch.cat([p - p.mean(1, keepdim=True) for p in parts], dim=1)
+    weights = torch.ones_like(x[0]).index_fill(0, torch.arange(4 * m, 8 * m, device=x.device), pair_weight)
+    variance = (weights * centred.square()).mean(1, keepdim=True)
+    return add_invariant(centred / torch.sqrt(variance + EPS) * expand(gain), shift)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ],
+)
+@pytest.mark.parametrize(("tokens", "m", "pair_weight"), [(1, 8, 1.0), (7, 12, 0.25), (37, 26, 1.0)])
+def test_norm(tokens: int, m: int, pair_weight: float, dtype: torch.dtype, out: torch.dtype) -> None:
+    x = draw(0, tokens, 8 * m, dtype=dtype) + 3
+    gain, shift = draw(1, 6 * m), draw(2, m)
+    dy, dstream = draw(3, tokens, 8 * m, dtype=out), draw(4, tokens, 8 * m, dtype=dtype)
+    x64, gain64, shift64 = exact(x, gain, shift)
+    y64 = norm_definition(x64, gain64, shift64, pair_weight)
+    y64.backward(dy.double())
+
+    y, statistics = norm.norm_forward(x, gain, shift, EPS, out, pair_weight)
+    assert y.dtype == out
+    assert statistics.isfinite().all()
+    assert_near(y, y64, out, ulps=8 if out == torch.float32 else 1)
+    for extra in (None, dstream):
+        dx, dgain, dshift = norm.norm_backward(dy, x, statistics, gain, extra, pair_weight)
+        assert dx.dtype == dtype
+        assert_near(
+            dx,
+            x64.grad if extra is None else x64.grad + extra.double(),
+            dtype,
+            ulps=8 if dtype == torch.float32 else 1,
+        )
+        assert_near(dgain, gain64.grad, torch.float32, ulps=16)
+        assert_near(dshift, shift64.grad, torch.float32, ulps=16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "branch_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize(
+    ("rows", "tokens_per_row", "m", "options"),
+    [
+        (1, 1, 8, "bias scale rows dstream"),
+        (2, 7, 12, "bias scale rows dstream"),
+        (2, 7, 12, ""),
+        (2, 7, 12, "scale dstream"),
+        (2, 7, 12, "bias rows"),
+        (1, 197, 8, "bias scale rows dstream"),
+    ],
+)
+def test_residual_norm(
+    rows: int, tokens_per_row: int, m: int, options: str, dtype: torch.dtype, branch_dtype: torch.dtype
+) -> None:
+    tokens, channels = rows * tokens_per_row, 8 * m
+    x, branch = draw(0, tokens, channels, dtype=dtype), draw(1, tokens, channels, dtype=branch_dtype)
+    gain, shift = draw(2, 6 * m), draw(3, m)
+    bias = draw(4, m) if "bias" in options else None
+    scale = draw(5, 6 * m) if "scale" in options else None
+    row_scale = draw(6, rows).abs() if "rows" in options else None
+    dy = draw(7, tokens, channels, dtype=branch_dtype)
+    dstream = draw(8, tokens, channels, dtype=dtype) if "dstream" in options else None
+
+    stream, y, statistics = norm.residual_norm_forward(
+        x, branch, bias, scale, row_scale, tokens_per_row, gain, shift, EPS, branch_dtype
+    )
+    x64, branch64, bias64, scale64, gain64, shift64 = exact(x, branch, bias, scale, gain, shift)
+    added = add_invariant(branch64, bias64)
+    if scale64 is not None:
+        added = added * expand(scale64)
+    if row_scale is not None:
+        added = added * row_scale.double().repeat_interleave(tokens_per_row)[:, None]
+    stream64 = x64 + added
+    assert stream.dtype == dtype
+    assert y.dtype == branch_dtype
+    assert_near(stream, stream64, dtype, ulps=4 if dtype == torch.float32 else 1)
+    # The norm is that of the stream as it was stored: what it rounded away has a derivative of one.
+    stored64 = stream64 + (stream.double() - stream64).detach()
+    y64 = norm_definition(stored64, gain64, shift64, 1.0)
+    assert_near(y, y64, branch_dtype, ulps=8 if branch_dtype == torch.float32 else 1)
+
+    outputs, grads = [y64], [dy.double()]
+    if dstream is not None:
+        outputs, grads = [y64, stored64], [dy.double(), dstream.double()]
+    torch.autograd.backward(outputs, grads)
+    dx, dbranch, dgain, dshift, dscale, dbias = norm.residual_norm_backward(
+        dy, dstream, stream, statistics, gain, branch, bias, scale, row_scale, tokens_per_row
+    )
+    assert dx.dtype == dtype
+    assert dbranch.dtype == branch_dtype
+    assert_near(dx, x64.grad, dtype, ulps=8 if dtype == torch.float32 else 1)
+    assert_near(dbranch, branch64.grad, branch_dtype, ulps=8 if branch_dtype == torch.float32 else 1)
+    assert_near(dgain, gain64.grad, torch.float32, ulps=32)
+    assert_near(dshift, shift64.grad, torch.float32, ulps=32)
+    for actual, leaf in ((dscale, scale64), (dbias, bias64)):
+        assert (actual is None) == (leaf is None)
+        if leaf is not None:
+            assert_near(actual, leaf.grad, torch.float32, ulps=32)
+
+
+def test_norm_of_no_tokens() -> None:
+    x, gain, shift = draw(0, 0, 64), draw(1, 48), draw(2, 8)
+    y, statistics = norm.norm_forward(x, gain, shift, EPS)
+    dx, dgain, dshift = norm.norm_backward(y, x, statistics, gain)
+    assert y.shape == dx.shape == (0, 64)
+    assert not dgain.any()
+    assert not dshift.any()
+
+
+# --- attention
+
+
+def attention_definition(qkv: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
+    """Packed output and log-sum-exp."""
+    qkv = add_invariant(qkv, bias)
+    m = qkv.shape[2] // 24
+    blocks = qkv.split([3 * m] * 4 + [6 * m] * 2, dim=2)
+    q, k, v = torch.cat([b.unflatten(2, (3, heads, -1)) for b in blocks], dim=-1).permute(2, 0, 3, 1, 4)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    out = (scores.softmax(-1) @ v).transpose(1, 2)
+    c = m // heads
+    pieces = out.split([c] * 4 + [2 * c] * 2, dim=-1)
+    return torch.cat([p.flatten(2) for p in pieces], dim=-1), scores.logsumexp(-1)
+
+
+# The interpreter multiplies bfloat16 matrices as if their bits were integers.
+ATTENTION_DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * CUDA
+
+
+@pytest.mark.parametrize("dtype", ATTENTION_DTYPES)
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "c", "with_bias"),
+    [
+        (1, 1, 1, 2, True),
+        (2, 7, 2, 3, True),
+        (1, 7, 3, 4, False),
+        (1, 37, 2, 10, True),
+        (1, 37, 2, 10, False),
+        (1, 7, 4, 13, True),
+        (1, 7, 2, 14, True),
+        (1, 7, 2, 16, True),
+        (1, 197, 1, 8, True),
+    ],
+)
+def test_attention(batch: int, tokens: int, heads: int, c: int, with_bias: bool, dtype: torch.dtype) -> None:
+    m = heads * c
+    qkv, dout = draw(0, batch, tokens, 24 * m, dtype=dtype), draw(1, batch, tokens, 8 * m, dtype=dtype)
+    bias = draw(2, 3 * m) if with_bias else None
+    qkv64, bias64 = exact(qkv, bias)
+    out64, lse64 = attention_definition(qkv64, bias64, heads)
+    out64.backward(dout.double())
+
+    out, lse = attention.attention_forward(qkv, bias, heads)
+    assert out.dtype == dtype
+    assert_near(out, out64, dtype, ulps=8 if dtype == torch.float32 else 2)
+    if bias is not None:
+        seen = bias64.detach().clone()
+        seen[m : 2 * m] = 0
+        _, lse64 = attention_definition(qkv64, seen, heads)
+    assert_near(lse, lse64, dtype, ulps=8 if dtype == torch.float32 else 2)
+
+    dqkv = attention.attention_backward(dout, qkv, bias, out, lse, heads)
+    assert dqkv.dtype == dtype
+    assert_near(dqkv, qkv64.grad, dtype, ulps=32 if dtype == torch.float32 else 4)
+    if bias is not None:
+        assert_near(dqkv[..., : 3 * m].double().sum((0, 1)), bias64.grad, dtype, ulps=32)
+
+
+def test_attention_takes_whole_groups_of_entries() -> None:
+    """The padded head sizes that the tables are keyed by."""
+    shapes = {8: 64, 10: 96, 12: 96, 13: 128, 14: 128, 16: 128}
+    for c, padded in shapes.items():
+        qkv = torch.zeros(1, 1, 24 * 16 * c, dtype=torch.bfloat16, device="meta")
+        assert attention._shape(qkv, 16)[2] == padded
+
+
+@pytest.mark.parametrize("tiles", [attention.FORWARD_TILES, attention.QUERY_TILES, attention.KEY_TILES])
+def test_tile_that_pads_least_is_taken(tiles: attention.Tiles) -> None:
+    assert attention._tile(tiles, 2, 64, 197)[0] == 128
+    assert attention._tile(tiles, 2, 64, 257)[0] == 64
