@@ -3,9 +3,9 @@
     model = randomize(timm.create_model("quickvit_i8_tiny_patch16_224")).double().eval()
     assert_invariant(model, torch.randn(4, 3, 224, 224, dtype=torch.float64), act_on_image)
 
-An error is the root mean square of f(g·x) − g·f(x), relative to the spread of f over the batch: the root mean square
-of f(x) minus its mean over the inputs. Against the size of f(x) alone, a function that hardly looks at its input would
-pass as equivariant; here a constant function is refused.
+An error is the root mean square of f(g·x) − g·f(x), relative to the spread of f over the batch: the root
+mean square of f(x) minus its mean over the inputs. Against the size of f(x) alone, a function that hardly
+looks at its input would pass as equivariant; here a constant function is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from timm.layers import LayerScale
+from timm.layers.layer_scale import LayerScale
 from torch import Tensor, nn
 
 from quickvit.group import D8, DihedralGroup, Element
@@ -24,7 +24,7 @@ Action = Callable[[Tensor, Element], Tensor]
 Model = TypeVar("Model", bound=nn.Module)
 
 # What rounding alone may cost, by the dtype of the outputs: a whole model in evaluation stays within.
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-1}
 
 
 def equivariance_error(
@@ -36,8 +36,8 @@ def equivariance_error(
 ) -> dict[Element, float]:
     """‖f(g·x) − g·f(x)‖ for every element g, relative to the spread of f over the inputs [B, ...], B ≥ 2.
 
-    Raises ValueError where the answer would prove nothing: a constant function, non-finite outputs, or inputs that an
-    element leaves as they are.
+    Raises ValueError where the answer would prove nothing: a constant function, outputs that are not finite,
+    or inputs that an element leaves as they are.
     """
     if inputs.ndim < 2 or len(inputs) < 2:
         raise ValueError(f"the spread needs a batch of at least two inputs, got shape {tuple(inputs.shape)}")
@@ -57,7 +57,9 @@ def equivariance_error(
         actual = _finite(function(moved).detach(), g)
         expected = act_out(outputs, g).double()
         if actual.shape != expected.shape:
-            raise ValueError(f"f(g·x) has shape {tuple(actual.shape)} for g = {g}, g·f(x) {tuple(expected.shape)}")
+            raise ValueError(
+                f"f(g·x) has shape {tuple(actual.shape)} for g = {g}, g·f(x) {tuple(expected.shape)}"
+            )
         errors[g] = _rms(actual - expected) / spread
     return errors
 
@@ -70,7 +72,7 @@ def assert_equivariant(
     group: DihedralGroup = D8,
     tolerance: float | None = None,
 ) -> None:
-    """Fail unless f(g·x) = g·f(x) for every element, within `tolerance` (by default that of the inputs' dtype)."""
+    """Fail unless f(g·x) = g·f(x) for every element, within `tolerance`; None is that of the dtype."""
     _assert("equivariant", equivariance_error(function, inputs, act_in, act_out, group), inputs, tolerance)
 
 
@@ -81,7 +83,7 @@ def assert_invariant(
     group: DihedralGroup = D8,
     tolerance: float | None = None,
 ) -> None:
-    """Fail unless f(g·x) = f(x) for every element, within `tolerance` (by default that of the inputs' dtype)."""
+    """Fail unless f(g·x) = f(x) for every element, within `tolerance`; None is that of the dtype."""
     _assert("invariant", equivariance_error(function, inputs, act_in, unmoved, group), inputs, tolerance)
 
 
@@ -93,8 +95,9 @@ def unmoved(x: Tensor, g: Element) -> Tensor:  # noqa: ARG001
 def randomize(model: Model, seed: int = 0) -> Model:
     """Give every parameter a random value of ordinary size, in place, as a function of the seed alone.
 
-    A fresh model hides mistakes: its layer scale nearly removes the blocks, its biases are zero and its gains equal.
-    Here gains and layer scales lie around 1, biases, positions and tokens are random, and weights keep unit variance.
+    A fresh model hides mistakes: its layer scale nearly removes the blocks, its biases are zero and its gains
+    equal. Here gains and layer scales lie around 1, biases, positions and tokens are random, and weights keep
+    unit variance.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     gains = (OcticLayerNorm, OcticLayerScale, LayerScale, nn.LayerNorm)
@@ -105,7 +108,9 @@ def randomize(model: Model, seed: int = 0) -> Model:
                 value = 1 + value.clamp(-2, 2) / 4
             elif parameter.ndim == 1:
                 value = value / 2
-            elif not (isinstance(module, (OcticPosition, InvariantTokens)) or name.endswith(("_embed", "_token"))):
+            elif not (
+                isinstance(module, (OcticPosition, InvariantTokens)) or name.endswith(("_embed", "_token"))
+            ):
                 value = value * _fan_in(module, parameter) ** -0.5
             with torch.no_grad():
                 parameter.copy_(value)

@@ -342,6 +342,26 @@ def test_attention(batch: int, tokens: int, heads: int, c: int, with_bias: bool,
         assert_near(dqkv[..., : 3 * m].double().sum((0, 1)), bias64.grad, dtype, ulps=32)
 
 
+def test_attention_where_padding_would_overflow() -> None:
+    """Scores near -380 and b_q · k beyond the range of exp: rows past the end must still weigh nothing."""
+    tokens, c = 7, 8
+    qkv, dout = draw(0, 1, tokens, 24 * c), draw(1, 1, tokens, 8 * c)
+    bias = torch.zeros(3 * c, device=DEVICE)
+    for block in qkv.split([3 * c] * 4 + [6 * c] * 2, dim=2):
+        part = block.shape[2] // 3
+        block[..., :part] += 6
+        block[..., part : 2 * part] -= 10
+    bias[:c] = -10
+    qkv64, bias64 = exact(qkv, bias)
+    out64, lse64 = attention_definition(qkv64, bias64, 1)
+    out64.backward(dout.double())
+    out, lse = attention.attention_forward(qkv, bias, 1)
+    dqkv = attention.attention_backward(dout, qkv, bias, out, lse, 1)
+    assert lse.max() < -100
+    for actual, expected in ((out, out64), (lse, lse64), (dqkv, qkv64.grad)):
+        assert_near(actual, expected, torch.float32, ulps=4000)
+
+
 def test_attention_takes_whole_groups_of_entries() -> None:
     """The padded head sizes that the tables are keyed by."""
     shapes = {8: 64, 10: 96, 12: 96, 13: 128, 14: 128, 16: 128}

@@ -1,7 +1,7 @@
 """Parameters and multiply-accumulates (MACs) of a model, part by part.
 
-MACs are those of matrix products: linear maps, attention, patch embedding and head. Norms, GELU, softmax and residual
-sums are not counted. Papers on vision transformers often call this number FLOPs; here one MAC is two FLOPs.
+MACs are those of matrix products: linear maps, attention, patch embedding and head. Norms, softmax and
+residual sums are not counted. Papers on vision transformers often call this number FLOPs; here a MAC is two.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
+from quickvit.evaluate.features import input_size
 from quickvit.models import FAMILIES, SIZES, create_baseline
 from quickvit.models.zoo import PATCHES
 from quickvit.ops import plain
@@ -43,8 +44,8 @@ class Part:
 class Cost:
     """Parameters of a model and MACs of one image, by part.
 
-    lift: patch embedding, positions and learned tokens; octic_blocks and standard_blocks: the two kinds of blocks;
-    invariant: the map between them; head: final norm and classifier.
+    lift: patch embedding, positions and learned tokens; octic_blocks and standard_blocks: the two kinds of
+    blocks; invariant: the map between them; head: final norm and classifier.
     """
 
     parts: tuple[Part, ...]
@@ -79,18 +80,16 @@ def count(model: nn.Module, img_size: int | tuple[int, int] | None = None) -> Co
 
     Nothing is computed: the model is traced on the meta device, where shapes are all there is.
     """
-    if not hasattr(model, "blocks") or not hasattr(model, "patch_embed"):
-        raise ValueError(f"expected a vision transformer with patch_embed and blocks, got {type(model).__name__}")
-    size = img_size or getattr(model, "img_size", None) or model.patch_embed.img_size
-    height, width = (size, size) if isinstance(size, int) else size
+    channels, *size = input_size(model)
+    if img_size is not None:
+        size = [img_size, img_size] if isinstance(img_size, int) else list(img_size)
     octic_depth = getattr(model, "octic_depth", 0)
     parameters, macs = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     for name, parameter in model.named_parameters():
         parameters[_part(name, octic_depth)] += parameter.numel()
 
     state = {n: t.detach().to("meta") for n, t in (*model.named_parameters(), *model.named_buffers())}
-    dtype = next(model.parameters()).dtype
-    image = torch.empty(1, getattr(model, "in_chans", 3), height, width, dtype=dtype, device="meta")
+    image = torch.empty(1, channels, *size, dtype=next(model.parameters()).dtype, device="meta")
     # The definitions are counted, not the kernels: the number then depends on no device.
     with torch.no_grad(), plain(), FlopCounterMode(display=False) as counter:
         functional_call(model, state, (image,))
@@ -117,7 +116,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The name of the model; that of a baseline is ours, since timm uses some sizes' names for other widths."""
+        """The name of the model; that of a baseline is ours, since timm's sizes of the same name differ."""
         first = "baseline" if self.family == BASELINE else f"quickvit_{self.family}"
         return f"{first}_{self.size}_patch{self.patch_size}_224"
 
@@ -130,7 +129,7 @@ class Variant:
         return timm.create_model(self.name, **overrides)
 
     def cost(self) -> Cost:
-        """What `count(self.create())` gives, but at once: blocks of a kind are equal, so one of each is enough."""
+        """What `count` says of the model, sooner: blocks of a kind are equal, so one of each is counted."""
         depth = SIZES[self.size].depth
         with torch.device("meta"):
             if self.family == BASELINE:

@@ -1,7 +1,7 @@
 """What a model has learned, and whether it keeps its promises."""
 
 from quickvit.evaluate.equivariance import ElementErrors, SymmetryReport, verify_symmetry
-from quickvit.evaluate.features import Embedding, embed_images, find_images
+from quickvit.evaluate.features import Embedding, embed_images, find_images, input_size
 
 __all__ = [
     "ElementErrors",
@@ -9,5 +9,6 @@ __all__ = [
     "SymmetryReport",
     "embed_images",
     "find_images",
+    "input_size",
     "verify_symmetry",
 ]

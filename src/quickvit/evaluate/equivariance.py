@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quickvit.group import D8, act_on_image, act_on_tokens
+from quickvit.evaluate.features import input_size
+from quickvit.group import D8, Element, act_on_image, act_on_tokens
 from quickvit.models import FAMILIES, QuickVisionTransformer
 from quickvit.testing import TOLERANCES, equivariance_error, unmoved
 
@@ -27,8 +28,8 @@ class ElementErrors:
 class SymmetryReport:
     """Errors for each element of D8, and what was promised of them.
 
-    equivariance: of the steerable tokens after the last octic block, under the model's own group. invariance: of the
-    logits, or of the pooled features of a model without a head.
+    equivariance: of the steerable tokens after the last octic block, under the model's own group.
+    invariance: of the logits, or of the pooled features of a model without a head.
     """
 
     errors: tuple[ElementErrors, ...]
@@ -48,32 +49,29 @@ class SymmetryReport:
     def broken(self) -> tuple[str, ...]:
         """The promises that are not kept."""
         worst = self.worst
-        return tuple(p for p in self.promises if (error := worst[p]) is not None and not error <= self.tolerance)
+        return tuple(
+            p for p in self.promises if (error := worst[p]) is not None and not error <= self.tolerance
+        )
 
 
 def verify_symmetry(
-    model: nn.Module,
-    img_size: tuple[int, int],
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    batch_size: int = 4,
+    model: nn.Module, dtype: torch.dtype = torch.float32, seed: int = 0, batch_size: int = 4
 ) -> SymmetryReport:
-    """Measure a model in evaluation mode on random images [batch_size, in, H, W], in `dtype`; the model is left alone.
+    """Measure a model in evaluation mode on random images of its own size, in `dtype`; it is left as it was.
 
-    A rotation turns H × W images into W × H ones, so the model must take both sizes.
+    A rotation turns H × W images into W × H ones: a model for images that are not square must take both.
     """
     if dtype not in TOLERANCES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, TOLERANCES))}, got {dtype}")
     model = copy.deepcopy(model).to(dtype).eval()
     device = next(model.parameters()).device
-    channels = getattr(model, "in_chans", 3)
-    images = random_images(batch_size, channels, img_size, seed).to(device, dtype)
+    images = random_images((batch_size, *input_size(model)), seed).to(device, dtype)
 
     def output(x: Tensor) -> Tensor:
-        y = model(x)
+        y: Tensor = model(x)
         return y.mean(1) if y.ndim == 3 else y
 
-    equivariance = {}
+    equivariance: dict[Element, float] = {}
     promises: tuple[str, ...] = ()
     with torch.no_grad():
         if isinstance(model, QuickVisionTransformer):
@@ -85,15 +83,15 @@ def verify_symmetry(
     return SymmetryReport(errors, promises, TOLERANCES[dtype])
 
 
-def random_images(count: int, channels: int, size: tuple[int, int], seed: int) -> Tensor:
-    """Smooth random images [count, channels, H, W] plus noise: unlike plain noise, they differ after averaging."""
+def random_images(shape: tuple[int, int, int, int], seed: int = 0) -> Tensor:
+    """Smooth random images [B, in, H, W] with noise; unlike noise alone, they differ after averaging."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    smooth = torch.randn(count, channels, 4, 4, generator=generator)
-    smooth = functional.interpolate(smooth, size, mode="bicubic", align_corners=False)
-    return smooth + torch.randn(smooth.shape, generator=generator) / 2
+    smooth = torch.randn(*shape[:2], 4, 4, generator=generator)
+    smooth = functional.interpolate(smooth, shape[2:], mode="bicubic", align_corners=False)
+    return smooth + torch.randn(shape, generator=generator) / 2
 
 
-def _steerable_errors(model: QuickVisionTransformer, images: Tensor) -> dict:
+def _steerable_errors(model: QuickVisionTransformer, images: Tensor) -> dict[Element, float]:
     group = model.group
     grid = images.shape[2] // model.patch_size, images.shape[3] // model.patch_size
     prefix = model.num_prefix_tokens

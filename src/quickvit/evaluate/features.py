@@ -7,13 +7,18 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import create_transform, resolve_data_config
+from timm.data.config import resolve_data_config
+from timm.data.transforms_factory import create_transform
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from tqdm import tqdm
+
+from quickvit.models import QuickVisionTransformer
 
 # What Pillow's decoders raise on files that are damaged, foreign or too large.
 UNREADABLE = (
@@ -43,10 +48,35 @@ class Embedding:
             np.savez(file, features=self.features, paths=np.array(self.paths, dtype=np.str_))
 
 
+def input_size(model: nn.Module) -> tuple[int, int, int]:
+    """Channels, height and width of the images that a Quick ViT or a ViT of timm expects."""
+    if isinstance(model, QuickVisionTransformer):
+        height, width = model.img_size
+        return model.in_chans, height, width
+    if isinstance(model, VisionTransformer) and model.patch_embed.img_size is not None:
+        height, width = model.patch_embed.img_size
+        return model.patch_embed.proj.in_channels, height, width
+    raise ValueError(f"expected a Quick ViT or a ViT of timm with an image size, got {type(model).__name__}")
+
+
+def preprocessing(model: nn.Module) -> Callable[[Image.Image], Tensor]:
+    """The evaluation transform of a model: timm's, for the image size that the model has now."""
+    channels, height, width = input_size(model)
+    if channels != 3:
+        raise ValueError(f"images are read as RGB, but the model wants {channels} channels")
+    options: dict[str, Any] = {"input_size": (channels, height, width)}
+    if not getattr(model, "pretrained_cfg", None):
+        # A model from a checkpoint has no timm configuration; like the named ones it sees the whole image.
+        options["crop_pct"] = 1.0
+    resolve: Callable[..., dict[str, Any]] = resolve_data_config
+    transform: Callable[[Image.Image], Tensor] = create_transform(**resolve(options, model=model))
+    return transform
+
+
 def find_images(sources: Iterable[str | Path]) -> list[Path]:
     """The files among `sources` and all files with an image's suffix in its folders, each once.
 
-    Files that are named are taken whatever their suffix; folders are searched recursively, in alphabetical order.
+    Named files are taken whatever their suffix; folders are searched recursively, in alphabetical order.
     """
     suffixes = Image.registered_extensions()
     found: dict[Path, None] = {}
@@ -69,30 +99,27 @@ def embed_images(
 ) -> Embedding:
     """Pooled features of image files, read and normalised as the model's timm configuration says.
 
-    The model gives one vector per image: create it with num_classes=0, or the vectors are logits. An image that cannot
-    be read, or that Pillow suspects to be a decompression bomb, is skipped and named in the result.
+    The model is moved to `device` and gives one vector per image; with num_classes=0 that is its pooled
+    features. An image that cannot be read, or that Pillow suspects to be a decompression bomb, is skipped and
+    named in the result.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     paths = [Path(image) for image in images]
-    config = resolve_data_config(model=model)
-    transform = create_transform(**config, is_training=False)
-    mode = {1: "L", 3: "RGB"}.get(config["input_size"][0])
-    if mode is None:
-        raise ValueError(f"image files have 1 or 3 channels, the model wants {config['input_size'][0]}")
+    transform = preprocessing(model)
     training = model.training
     model = model.to(device).eval()
     dtype = next(model.parameters()).dtype
     features: list[np.ndarray] = []
     read: list[str] = []
     skipped: dict[str, str] = {}
-    with torch.inference_mode(), tqdm(total=len(paths), unit="image", disable=not progress) as bar:
+    with torch.no_grad(), tqdm(total=len(paths), unit="image", disable=not progress) as bar:
         for start in range(0, len(paths), batch_size):
             chunk = paths[start : start + batch_size]
             batch = []
             for path in chunk:
                 try:
-                    batch.append(_read(path, mode, transform))
+                    batch.append(_read(path, transform))
                     read.append(str(path))
                 except UNREADABLE as error:
                     skipped[str(path)] = " ".join(f"{type(error).__name__}: {error}".split())
@@ -106,9 +133,9 @@ def embed_images(
     return Embedding(stacked, tuple(read), skipped)
 
 
-def _read(path: Path, mode: str, transform: Callable[[Image.Image], Tensor]) -> Tensor:
+def _read(path: Path, transform: Callable[[Image.Image], Tensor]) -> Tensor:
     with warnings.catch_warnings():
         # Pillow only warns up to twice its limit; the limit is meant.
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         with Image.open(path) as image:
-            return transform(image.convert(mode))
+            return transform(image.convert("RGB"))

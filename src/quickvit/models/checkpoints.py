@@ -13,7 +13,7 @@ import struct
 from math import isfinite
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,6 +31,7 @@ _NESTS = ("teacher", "model", "state_dict")
 _UNREADABLE = (
     pickle.UnpicklingError,
     RuntimeError,
+    OSError,
     EOFError,
     LookupError,
     ValueError,
@@ -42,6 +43,8 @@ _UNREADABLE = (
 )
 _AT_LEAST_ONE = ("img_size", "patch_size", "in_chans", "embed_dim", "num_heads", "pos_grid")
 _LARGEST = 2**31
+# Larger than any patch or grid in use; a file that has the tensors is judged by them.
+_LARGEST_GRID = 64
 
 
 class CheckpointError(ValueError):
@@ -54,12 +57,12 @@ class CheckpointError(ValueError):
 def save_checkpoint(model: nn.Module, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
     """Write weights and configuration of a Quick ViT (compiled or wrapped or not) to a safetensors file.
 
-    `state` replaces the model's own state dict, for weights that were averaged or gathered from other processes.
-    The file appears whole or not at all.
+    `state` replaces the model's own state dict, for weights that were averaged or gathered from shards. The
+    file appears whole or not at all.
     """
     model = _unwrap(model)
     state = _stripped(model.state_dict() if state is None else state)
-    if problems := _problems(_shapes(_outline(type(model), model.config)), state):
+    if problems := _problems(_outline(type(model), model.config).state_dict(), state):
         raise CheckpointError(
             f"cannot save a model that its configuration no longer describes: {'; '.join(problems)}"
         )
@@ -91,16 +94,12 @@ def _unwrap(model: nn.Module) -> QuickVisionTransformer:
 
 
 def load_checkpoint(path: str | Path, strict: bool = True, **overrides: Any) -> QuickVisionTransformer:
-    """Build the model that a checkpoint describes and load its weights, in the precision that they were saved in.
+    """Build the model that a checkpoint describes and load its weights, in the precision they were saved in.
 
-    `overrides` replace values of its configuration, for example drop_path_rate; a new img_size keeps the positions
-    and resizes them in the forward pass.
+    `overrides` replace values of its configuration, for example drop_path_rate; a new img_size keeps the
+    positions and resizes them in the forward pass.
     """
     state, config = read_checkpoint(path)
-    if config is None:
-        raise CheckpointError(
-            f"{path} has no quickvit configuration; create a model and use load_weights() instead"
-        )
     return restore(config, state, str(path), strict, **overrides)
 
 
@@ -113,7 +112,7 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
 
 
 def restore(
-    config: dict[str, Any],
+    config: dict[str, Any] | None,
     state: dict[str, Tensor],
     source: str = "the checkpoint",
     strict: bool = True,
@@ -121,6 +120,10 @@ def restore(
     **overrides: Any,
 ) -> QuickVisionTransformer:
     """Build a model from a configuration and a state dict, neither of them trusted; see `load_checkpoint`."""
+    if config is None:
+        raise CheckpointError(
+            f"{source} has no quickvit configuration; create a model and use load_weights() instead"
+        )
     state = _stripped(state, source)
     config = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
     _check_config(config, state, source, get_type_hints(model_class.__init__))
@@ -128,14 +131,14 @@ def restore(
     config = {**config, **overrides}
     try:
         model = _outline(model_class, config)
-    except (ValueError, RuntimeError, OverflowError) as error:
+    except (ValueError, RuntimeError, OverflowError, AssertionError) as error:
         raise CheckpointError(f"{source} describes a model that cannot be built: {error}") from error
-    shapes = _shapes(model)
-    _require_fit(shapes, state, strict, source)
-    if shapes.keys() - state.keys():
+    own = model.state_dict()
+    _require_fit(own, state, strict, source)
+    if own.keys() - state.keys():
         state = {**model_class(**config).state_dict(), **state}
     # Copies, because safetensors maps the file into memory, and later writes to it would change the weights.
-    model.load_state_dict({name: state[name].clone() for name in shapes}, assign=True)
+    model.load_state_dict({name: state[name].clone() for name in own}, assign=True)
     if img_size is not None:
         model.set_input_size(img_size)
     return model
@@ -146,9 +149,10 @@ def load_weights(
 ) -> None:
     """Load a state dict into a model; a mismatch names the keys."""
     state = _stripped(state, source)
-    own = {strip_wrappers(name): name for name in model.state_dict()}
-    _require_fit(_shapes(model), state, strict, source)
-    model.load_state_dict({own[name]: tensor for name, tensor in state.items() if name in own}, strict=strict)
+    own = model.state_dict()
+    _require_fit(_stripped(own), state, strict, source)
+    fitting = {name: state[bare] for name in own if (bare := strip_wrappers(name)) in state}
+    model.load_state_dict(fitting, strict=strict)
 
 
 def strip_wrappers(name: str) -> str:
@@ -175,16 +179,10 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | N
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
-    try:
-        # DeiT saves its command line next to the weights. A Namespace only holds attributes and has no code that
-        # unpickling could run, so allowing it does not weaken weights_only.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except _UNREADABLE as error:
-        raise CheckpointError(
-            f"{path} is damaged or holds more than tensors, and no code of a checkpoint is ever run: "
-            f"{_reason(error)}"
-        ) from error
+    # DeiT saves its command line next to the weights. A Namespace only holds attributes and has no code that
+    # unpickling could run, so allowing it does not weaken weights_only.
+    with path.open("rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
+        content = _load_tensors(file, path)
     for key in _NESTS:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -195,16 +193,28 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         for name, value in content.items()
         if not (isinstance(name, str) and isinstance(value, Tensor))
     ]
-    if foreign or not content:
-        raise CheckpointError(f"{path} has entries that are not tensors: {_list(foreign) or 'nothing else'}")
+    if foreign:
+        raise CheckpointError(f"{path} has entries that are not tensors: {_list(foreign)}")
+    if not content:
+        raise CheckpointError(f"{path} holds no tensors")
     return dict(content)
 
 
-def _reason(error: Exception) -> str:
-    """The line of PyTorch's message that is about the file, not about how to trust it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if line.startswith("WeightsUnpickler error")] or lines
-    return telling[0] if telling else type(error).__name__
+def _load_tensors(file: BinaryIO, path: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"{path} is damaged or holds more than tensors, and no code of a checkpoint is ever run: "
+            f"{_reason(error)}"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What is wrong with the file, without PyTorch's advice to trust it."""
+    if isinstance(error, pickle.UnpicklingError) and error.__context__ is not None:
+        error = error.__context__
+    return str(error).partition("\n")[0].partition(" Please ")[0] or type(error).__name__
 
 
 # ---------------------------------------------------------------------- do the tensors fit?
@@ -216,10 +226,6 @@ def _outline(model_class: type[QuickVisionTransformer], config: dict[str, Any]) 
         return model_class(**config)
 
 
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {strip_wrappers(name): tensor.shape for name, tensor in model.state_dict().items()}
-
-
 def _stripped(state: dict[str, Tensor], source: str = "the model") -> dict[str, Tensor]:
     stripped = {strip_wrappers(name): tensor for name, tensor in state.items()}
     if len(stripped) != len(state):
@@ -227,25 +233,30 @@ def _stripped(state: dict[str, Tensor], source: str = "the model") -> dict[str, 
     return stripped
 
 
-def _require_fit(
-    shapes: dict[str, torch.Size], state: dict[str, Tensor], strict: bool, source: str
-) -> None:
-    common = {name: tensor for name, tensor in state.items() if name in shapes}
+def _require_fit(own: dict[str, Tensor], state: dict[str, Tensor], strict: bool, source: str) -> None:
     if not strict:
-        shapes = {name: shapes[name] for name in common}
-    if problems := _problems(shapes, state if strict else common):
+        common = own.keys() & state.keys()
+        own, state = ({name: tensors[name] for name in common} for tensors in (own, state))
+    if problems := _problems(own, state):
         raise CheckpointError(f"{source} does not fit the model: {'; '.join(problems)}")
 
 
-def _problems(shapes: dict[str, torch.Size], state: dict[str, Tensor]) -> list[str]:
-    """Why a state dict does not fit a model with these parameters."""
-    common = [name for name in state if name in shapes]
-    differing = [name for name in common if state[name].shape != shapes[name]]
+def _problems(own: dict[str, Tensor], state: dict[str, Tensor]) -> list[str]:
+    """Why a state dict does not fit a model with these tensors of its own."""
+    pairs = [(name, tensor, own[name]) for name, tensor in state.items() if name in own]
     found = {
-        "missing": [name for name in shapes if name not in state],
-        "unexpected": [name for name in state if name not in shapes],
-        "of another shape": [f"{n} {tuple(state[n].shape)} for {tuple(shapes[n])}" for n in differing],
-        "not floating point": [name for name in common if not state[name].is_floating_point()],
+        "missing": [name for name in own if name not in state],
+        "unexpected": [name for name in state if name not in own],
+        "of another shape": [
+            f"{name} {tuple(theirs.shape)} for {tuple(ours.shape)}"
+            for name, theirs, ours in pairs
+            if theirs.shape != ours.shape
+        ],
+        "of another type": [
+            f"{name} {theirs.dtype} for {ours.dtype}"
+            for name, theirs, ours in pairs
+            if theirs.is_floating_point() != ours.is_floating_point()
+        ],
     }
     return [f"{problem} {_list(names)}" for problem, names in found.items() if names]
 
@@ -258,7 +269,9 @@ def _list(names: list[str], most: int = 5) -> str:
 # ---------------------------------------------------------------------- is the configuration sane?
 
 
-def _check_config(config: dict[str, Any], state: dict[str, Tensor], source: str, known: dict[str, Any]) -> None:
+def _check_config(
+    config: dict[str, Any], state: dict[str, Tensor], source: str, known: dict[str, Any]
+) -> None:
     """Refuse unknown names, wrong types, and sizes that the tensors of the file rule out."""
     if unknown := [name for name in config if name not in known or name == "return"]:
         raise CheckpointError(
@@ -273,25 +286,25 @@ def _check_config(config: dict[str, Any], state: dict[str, Tensor], source: str,
         numbers = [v for v in _flat(value) if isinstance(v, int | float)]
         if not all(isfinite(v) and least <= v < _LARGEST for v in numbers):
             raise CheckpointError(
-                f"{source} has {name}={value!r} in its configuration, expected at least {least} and a finite size"
+                f"{source} has {name}={value!r} in its configuration, expected {least} or more, within reason"
             )
-    # These take long to build even without memory for the weights; the others are judged by the model's outline.
+    # These take long to build even without memory for the weights; the outline shows whether the others fit.
     patch_size, img_size = config.get("patch_size", 1), max(_flat(config.get("img_size", 1)))
     grid = config.get("pos_grid") or img_size // patch_size
     limits = {"depth": (config.get("depth", 0), len(state))}
     for name, size in (("patch_embed.weight", patch_size), ("pos_embed.weight", grid)):
-        if name in state:
-            # A corner has half of the side, rounded up.
-            limits[name] = size, 2 * max(state[name].shape[-1:], default=0)
+        # A corner has half of the side, rounded up.
+        limits[name] = size, 2 * max(state[name].shape[-1:], default=0) if name in state else _LARGEST_GRID
     for name, (size, most) in limits.items():
         if size > most:
             raise CheckpointError(
-                f"{source} has a configuration of another model: {name} of size {size}, its tensors allow {most}"
+                f"{source} has a configuration of another model: {name} of size {size}, its tensors allow "
+                f"{most}"
             )
 
 
 def _is_a(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON is of an annotated type; a bool is no number here, an int will do for a float."""
+    """Whether a value is of an annotated type; a bool is no number here, and an int will do for a float."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_is_a(value, option) for option in arguments)

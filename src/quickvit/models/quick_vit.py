@@ -257,7 +257,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         save_checkpoint(self, save_directory / SAFETENSORS_SINGLE_FILE)
 
     @classmethod
-    def _from_pretrained(  # type: ignore[override]
+    def _from_pretrained(
         cls,
         *,
         model_id: str,
@@ -270,15 +270,18 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
 
         `config` is the content of config.json; `options` are the arguments of the download and of the model.
         """
-        from quickvit.models.checkpoints import load_checkpoint  # it imports this module
+        from quickvit.models.checkpoints import read_checkpoint, restore  # they import this module
 
-        download = {name: options.pop(name) for name in signature(hf_hub_download).parameters if name in options}
+        download = {
+            name: options.pop(name) for name in signature(hf_hub_download).parameters if name in options
+        }
         folder = Path(model_id)
         file = folder / SAFETENSORS_SINGLE_FILE
         if not folder.is_dir():
             file = Path(hf_hub_download(model_id, SAFETENSORS_SINGLE_FILE, **download))
+        state, inside = read_checkpoint(file)
         changed = {name: value for name, value in options.items() if not config or config.get(name) != value}
-        return load_checkpoint(file, strict, config, cls, **changed).to(map_location).eval()
+        return restore(config or inside, state, str(file), strict, cls, **changed).to(map_location).eval()
 
     # ------------------------------------------------------------------ forward
 

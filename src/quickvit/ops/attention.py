@@ -25,10 +25,15 @@ def octic_attention(
     group: DihedralGroup = D8,
 ) -> Tensor:
     """softmax(q kᵀ / √D) v for every head, [B, N, 3C] → [B, N, C]; `bias` [3C/|G|] is added to A1 first."""
-    if dropout or not fused(qkv, group):
+    if not fused(qkv, group):
         return definition(qkv, heads, bias, dropout=dropout, group=group)
-    out, _ = _attention(qkv, None if bias is None else bias.to(qkv.dtype), heads)
-    return out
+    if bias is not None:
+        bias = bias.to(qkv.dtype)
+    if not dropout and _reads_packed(qkv, heads):
+        return _attention(qkv, bias, heads)[0]
+    q, k, v = (t.transpose(1, 2) for t in _split_heads(qkv, bias, heads))
+    out = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+    return _merge_heads(out.transpose(1, 2))
 
 
 def definition(
@@ -48,6 +53,85 @@ def definition(
     out = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout).transpose(1, 2)
     parts = out.split([piece.shape[-1] for piece in pieces], dim=-1)
     return torch.cat([part.flatten(-2) for part in parts], dim=-1)
+
+
+def _reads_packed(qkv: Tensor, heads: int) -> bool:
+    """Whether the kernel that reads packed channels takes these heads: pieces of 16 or 32 bytes, aligned."""
+    return qkv.element_size() == 2 and qkv.shape[-1] // (3 * D8.order * heads) in (8, 16)
+
+
+@torch.library.custom_op("quickvit::octic_split_heads", mutates_args=(), device_types="cuda")
+def _split_heads(qkv: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    from quickvit.ops.triton.heads import to_heads
+
+    q, k, v = to_heads(qkv.contiguous().flatten(0, 1), heads, 3, bias)
+    return tuple(t.unflatten(0, qkv.shape[:2]) for t in (q, k, v))
+
+
+@_split_heads.register_fake
+def _(qkv, bias, heads):
+    shape = (*qkv.shape[:2], heads, qkv.shape[2] // (3 * heads))
+    return qkv.new_empty(shape), qkv.new_empty(shape), qkv.new_empty(shape)
+
+
+@torch.library.custom_op("quickvit::octic_split_heads_grad", mutates_args=(), device_types="cuda")
+def _split_heads_grad(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from quickvit.ops.triton.heads import to_packed
+
+    return to_packed([t.contiguous().flatten(0, 1) for t in (q, k, v)]).unflatten(0, q.shape[:2])
+
+
+@_split_heads_grad.register_fake
+def _(q, k, v):
+    return q.new_empty(*q.shape[:2], 3 * q.shape[2] * q.shape[3])
+
+
+def _split_setup(ctx, inputs, output):
+    _, bias, _ = inputs
+    ctx.bias_width = None if bias is None else bias.shape[0]
+
+
+def _split_backward(ctx, q, k, v):
+    grad = _split_heads_grad(q, k, v)
+    return grad, None if ctx.bias_width is None else grad[..., : ctx.bias_width].sum((0, 1)), None
+
+
+_split_heads.register_autograd(_split_backward, setup_context=_split_setup)
+
+
+@torch.library.custom_op("quickvit::octic_merge_heads", mutates_args=(), device_types="cuda")
+def _merge_heads(x: Tensor) -> Tensor:
+    from quickvit.ops.triton.heads import to_packed
+
+    return to_packed([x.contiguous().flatten(0, 1)]).unflatten(0, x.shape[:2])
+
+
+@_merge_heads.register_fake
+def _(x):
+    return x.new_empty(*x.shape[:2], x.shape[2] * x.shape[3])
+
+
+@torch.library.custom_op("quickvit::octic_merge_heads_grad", mutates_args=(), device_types="cuda")
+def _merge_heads_grad(grad: Tensor, heads: int) -> Tensor:
+    from quickvit.ops.triton.heads import to_heads
+
+    return to_heads(grad.contiguous().flatten(0, 1), heads, 1, None)[0].unflatten(0, grad.shape[:2])
+
+
+@_merge_heads_grad.register_fake
+def _(grad, heads):
+    return grad.new_empty(*grad.shape[:2], heads, grad.shape[2] // heads)
+
+
+def _merge_setup(ctx, inputs, output):
+    ctx.heads = inputs[0].shape[2]
+
+
+def _merge_backward(ctx, grad):
+    return _merge_heads_grad(grad, ctx.heads)
+
+
+_merge_heads.register_autograd(_merge_backward, setup_context=_merge_setup)
 
 
 @torch.library.custom_op("quickvit::octic_attention", mutates_args=(), device_types="cuda")

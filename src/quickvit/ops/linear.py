@@ -38,15 +38,19 @@ def definition(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | Non
 
 def _views(x: Tensor, n1: int, n2: int) -> tuple[Tensor, list[Tensor]]:
     """The blocks of x [T, C] as batches, without a copy: [n1, T, w] and n2 times [2, T, 2w]."""
-    width = x.shape[1] // (n1 + 4 * n2)
-    split = n1 * width
-    one = x[:, :split].unflatten(1, (n1, width)).transpose(0, 1)
-    two = x[:, split:].unflatten(1, (n2, 2, 2 * width)) if n2 else x.new_empty(0, 0)
-    return one, [two[:, i].transpose(0, 1) for i in range(n2)]
+    tokens, channels = x.shape
+    w = channels // (n1 + 4 * n2)
+    start, stride = x.storage_offset(), x.stride(0)
+    one = x.as_strided((n1, tokens, w), (w, stride, 1), start)
+    first = start + n1 * w
+    two = [x.as_strided((2, tokens, 2 * w), (2 * w, stride, 1), first + 4 * w * i) for i in range(n2)]
+    return one, two
 
 
 @torch.library.custom_op("quickvit::octic_linear", mutates_args=())
 def _linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> Tensor:
+    if x.stride(1) != 1:
+        x = x.contiguous()
     n1, n2 = len(weight_1), len(weight_2)
     y = x.new_empty(x.shape[0], weight_1.shape[1] * (n1 + 4 * n2))
     if not x.shape[0]:
@@ -77,6 +81,8 @@ def _(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> Ten
 
 @torch.library.custom_op("quickvit::octic_linear_weight_grad", mutates_args=())
 def _weight_grad(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Tensor]:
+    if x.stride(1) != 1:
+        x = x.contiguous()
     grad_one, grad_two = _views(grad, n1, n2)
     x_one, x_two = _views(x, n1, n2)
     dtype = grad.dtype

@@ -21,7 +21,7 @@ BACKWARD_TILES: dict[int, tuple[int, int]] = {2: (512, 4), 4: (512, 4)}
 # Φ(z) ≈ σ(p(z)), p(z) = Σ_k p_k z^(2k+1): the odd polynomial of degree 9 with the smallest error of GELU,
 # max |z (Φ(z) - σ(p(z)))| over 0 < z < 6. It was found by Gauss-Newton steps on least squares, the weights
 # multiplied after each step by the size of the error (Lawson); the tests repeat the fit. The error is
-# 3.1e-6, far below the rounding of 16-bit storage. p is positive for every z > 0 and ends in a positive
+# 3.0e-6, far below the rounding of 16-bit storage. p is positive for every z > 0 and ends in a positive
 # power, so nothing is clamped.
 LOGIT = (
     1.5956562719576026,
