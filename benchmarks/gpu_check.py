@@ -77,11 +77,11 @@ def check() -> None:
             cases = {
                 "linear": (linear.octic_linear, linear.definition, randn(2 * tokens, width), randn(4, hidden // 8, m) / 8, randn(1, hidden // 4, 2 * m) / 8, randn(hidden // 8)),
                 "gelu": (gelu.octic_gelu, gelu.definition, randn(2 * tokens, width), randn(m)),
-                "norm": (lambda x, g, s: norm.octic_layer_norm(x, g, s, 1e-6), lambda x, g, s: norm.definition(x, g, s, 1e-6), randn(2, tokens, width) + 1, randn(layout.gains), randn(m)),
-                "residual": (lambda x, b, bb, sc, g, s: sum(norm.octic_residual_norm(x, b, g, s, 1e-6, bias=bb, scale=sc)),
-                             lambda x, b, bb, sc, g, s: (lambda z: z + norm.definition(z, g, s, 1e-6))(norm.residual(x, b, bias=bb, scale=sc)),
+                "norm": (lambda x, g, s: norm.octic_layer_norm(x, g, s, 1e-6, layout), lambda x, g, s: norm.definition(x, g, s, 1e-6, layout), randn(2, tokens, width) + 1, randn(layout.gains), randn(m)),
+                "residual": (lambda x, b, bb, sc, g, s: sum(norm.octic_residual_norm(x, b, g, s, 1e-6, layout, bias=bb, scale=sc)),
+                             lambda x, b, bb, sc, g, s: (lambda z: z + norm.definition(z, g, s, 1e-6, layout))(norm.residual(x, b, layout, bias=bb, scale=sc)),
                              randn(2, tokens, width), randn(2, tokens, width), randn(m), randn(layout.gains), randn(layout.gains), randn(m)),
-                "attention": (lambda q, b: attention.octic_attention(q, heads, b), lambda q, b: attention.definition(q, heads, b), randn(2, tokens, 3 * width), randn(3 * m)),
+                "attention": (lambda q, b: attention.octic_attention(q, heads, Layout(3 * width), b), lambda q, b: attention.definition(q, heads, Layout(3 * width), b), randn(2, tokens, 3 * width), randn(3 * m)),
             }
             for name, (function, definition, *tensors) in cases.items():
                 try:
@@ -154,15 +154,16 @@ def model(size: str, patch: int, train: bool, depth: int | None = None, mode: st
         start = time.time()
         if train:
             net.train()
-            step = torch.compile(net, mode=mode if mode != "default" else None)
+            step = torch.compile(net, fullgraph=True, mode=mode if mode != "default" else None)
             def job():
                 with torch.autocast("cuda", torch.bfloat16):
                     loss = step(x).float().square().mean()
                 loss.backward()
+                net.zero_grad(set_to_none=True)
         else:
             net = net.bfloat16().eval()
             x = x.bfloat16()
-            step = torch.compile(net, mode=mode if mode != "default" else None)
+            step = torch.compile(net, fullgraph=True, mode=mode if mode != "default" else None)
             def job():
                 with torch.no_grad():
                     step(x)

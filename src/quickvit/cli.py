@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -167,12 +168,16 @@ def demo(arguments: Namespace) -> int:
     try:
         from quickvit.demo import DemoConfig, run_demo
 
-        given = {key: arguments[key] for key in ("out", "seed", "epochs") if arguments[key] is not None}
+        given = {key: arguments[key] for key in ("seed", "epochs") if arguments[key] is not None}
+        if arguments.out is not None:
+            given["out"] = Path(arguments.out)
         result = run_demo(DemoConfig(**given))
     except ModuleNotFoundError as error:
         raise ValueError(f"the demo needs {error.name}: pip install 'quickvit[demo]'") from error
     if arguments.json:
         _print_json(result)
+    else:
+        _print_result(result)
     return 0
 
 
@@ -329,6 +334,18 @@ def _error(value: float | None) -> str:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
+
+
+def _print_result(result: dict[str, Any]) -> None:
+    """A dictionary as lines, and the lists of rows in it as tables."""
+    for key, value in result.items():
+        if isinstance(value, (list, tuple)) and value and all(isinstance(row, dict) for row in value):
+            print()
+            cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in value]
+            _print_table([str(name).replace("_", " ") for name in value[0]], cells)
+            print()
+        else:
+            print(f"{key.replace('_', ' ')}: {value}")
 
 
 def _print_table(header: list[str], rows: list[list[str]]) -> None:

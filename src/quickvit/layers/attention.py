@@ -32,17 +32,15 @@ class OcticAttention(nn.Module):
                 f"each head needs whole copies of ρ_iso, so the width must be a multiple of "
                 f"{group.order} × num_heads; got width {dim} and num_heads {num_heads}"
             )
-        self.group = group
         self.num_heads = num_heads
         self.qkv = OcticLinear(dim, 3 * dim, bias=qkv_bias, group=group)
         self.attn_drop = attn_drop
         self.proj = OcticLinear(dim, dim, group=group)
-        self.proj_drop = OcticDropout(proj_drop, group)
+        self.proj_drop = OcticDropout(dim, proj_drop, group)
 
     def forward(self, x: Tensor, *, defer_bias: bool = False) -> Tensor:
         """Attend over the tokens of x; with defer_bias the caller adds `proj.bias` itself."""
         dropout = self.attn_drop if self.training else 0.0
-        x = octic_attention(
-            self.qkv.product(x), self.num_heads, self.qkv.bias, dropout=dropout, group=self.group
-        )
+        qkv = self.qkv.product(x)
+        x = octic_attention(qkv, self.num_heads, self.qkv.out_layout, self.qkv.bias, dropout=dropout)
         return self.proj_drop(self.proj.product(x) if defer_bias else self.proj(x))

@@ -41,7 +41,6 @@ class OcticBlock(nn.Module):
         group: DihedralGroup = D8,
     ) -> None:
         super().__init__()
-        self.group = group
         self.drop_path = drop_path
         self.norm1 = OcticLayerNorm(dim, norm_eps, released_norm, group)
         self.attn = OcticAttention(dim, num_heads, qkv_bias, attn_drop, proj_drop, group)
@@ -65,7 +64,7 @@ class OcticBlock(nn.Module):
     def add(self, x: Tensor, pending: Pending) -> Tensor:
         """The residual sum that was left to add."""
         branch, bias, scale, samples = pending
-        return residual(x, branch, bias=bias, scale=scale, sample_scale=samples, group=self.group)
+        return residual(x, branch, self.norm1.layout, bias=bias, scale=scale, sample_scale=samples)
 
     def _pending(
         self,

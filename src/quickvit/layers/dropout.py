@@ -12,21 +12,21 @@ from quickvit.group import D8, DihedralGroup, Layout
 class OcticDropout(nn.Module):
     """Dropout with one mask for all components of an irrep, so that a dropped pair turns into a dropped pair."""
 
-    def __init__(self, p: float = 0.0, group: DihedralGroup = D8) -> None:
+    def __init__(self, dim: int, p: float = 0.0, group: DihedralGroup = D8) -> None:
         super().__init__()
+        self.layout = Layout(dim, group)
         self.p = p
-        self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop irrep channels of a packed tensor [..., C]."""
         if not self.training or not self.p:
             return x
-        layout = Layout(x.shape[-1], self.group)
-        return x * layout.expand(functional.dropout(x.new_ones(*x.shape[:-1], layout.gains), self.p))
+        mask = functional.dropout(x.new_ones(*x.shape[:-1], self.layout.gains), self.p)
+        return x * self.layout.expand(mask)
 
     def extra_repr(self) -> str:
         """Rate and group."""
-        return f"p={self.p}, group={self.group}"
+        return f"{self.layout.channels}, p={self.p}, group={self.layout.group}"
 
 
 def sample_scale(x: Tensor, drop_path: float, training: bool) -> Tensor | None:

@@ -17,9 +17,9 @@ class OcticMlp(nn.Module):
         super().__init__()
         self.group = group
         self.fc1 = OcticLinear(dim, hidden_dim, group=group)
-        self.drop1 = OcticDropout(drop, group)
+        self.drop1 = OcticDropout(hidden_dim, drop, group)
         self.fc2 = OcticLinear(hidden_dim, dim, group=group)
-        self.drop2 = OcticDropout(drop, group)
+        self.drop2 = OcticDropout(dim, drop, group)
 
     def forward(self, x: Tensor, *, defer_bias: bool = False) -> Tensor:
         """Apply to packed tokens; with defer_bias the caller adds `fc2.bias` itself."""

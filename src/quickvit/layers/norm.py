@@ -35,8 +35,9 @@ class OcticLayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise a packed tensor [..., C]."""
-        options = {"pair_weight": self.pair_weight, "group": self.layout.group}
-        return octic_layer_norm(x, self.weight, self.bias, self.eps, **options)
+        return octic_layer_norm(
+            x, self.weight, self.bias, self.eps, self.layout, pair_weight=self.pair_weight
+        )
 
     def after_residual(
         self,
@@ -53,11 +54,11 @@ class OcticLayerNorm(nn.Module):
             self.weight,
             self.bias,
             self.eps,
+            self.layout,
             bias=bias,
             scale=scale,
             sample_scale=sample_scale,
             pair_weight=self.pair_weight,
-            group=self.layout.group,
         )
 
     def extra_repr(self) -> str:

@@ -158,7 +158,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         self.cls_token = InvariantTokens(1, embed_dim, group=group) if class_token else None
         self.reg_token = InvariantTokens(reg_tokens, embed_dim, group=group) if reg_tokens else None
         self.mask_token = InvariantTokens(1, embed_dim, std=0.0, group=group) if mask_token else None
-        self.pos_drop = OcticDropout(pos_drop_rate, group)
+        self.pos_drop = OcticDropout(embed_dim, pos_drop_rate, group)
 
         if uniform_drop_path:
             rates = [drop_path_rate] * depth

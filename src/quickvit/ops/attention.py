@@ -12,21 +12,19 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from quickvit.group import D8, DihedralGroup, Layout
+from quickvit.group import D8, Layout
 from quickvit.ops.backend import fused
 
 
 def octic_attention(
-    qkv: Tensor,
-    heads: int,
-    bias: Tensor | None = None,
-    *,
-    dropout: float = 0.0,
-    group: DihedralGroup = D8,
+    qkv: Tensor, heads: int, layout: Layout, bias: Tensor | None = None, *, dropout: float = 0.0
 ) -> Tensor:
-    """softmax(q kᵀ / √D) v for every head, [B, N, 3C] → [B, N, C]; `bias` [3C/|G|] is added to A1 first."""
-    if not fused(qkv, group):
-        return definition(qkv, heads, bias, dropout=dropout, group=group)
+    """softmax(q kᵀ / √D) v for every head, [B, N, 3C] → [B, N, C]; `bias` [3C/|G|] is added to A1 first.
+
+    `layout` is that of qkv.
+    """
+    if not fused(qkv, layout.group):
+        return definition(qkv, heads, layout, bias, dropout=dropout)
     if bias is not None:
         bias = bias.to(qkv.dtype)
     if not dropout and _reads_packed(qkv, heads):
@@ -37,15 +35,9 @@ def octic_attention(
 
 
 def definition(
-    qkv: Tensor,
-    heads: int,
-    bias: Tensor | None = None,
-    *,
-    dropout: float = 0.0,
-    group: DihedralGroup = D8,
+    qkv: Tensor, heads: int, layout: Layout, bias: Tensor | None = None, *, dropout: float = 0.0
 ) -> Tensor:
     """The same with `scaled_dot_product_attention`, the channels copied into heads and back."""
-    layout = Layout(qkv.shape[-1], group)
     if bias is not None:
         qkv = qkv + layout.embed_invariant(bias)
     pieces = [qkv[..., b.slice].unflatten(-1, (3, heads, -1)) for b in layout.blocks]

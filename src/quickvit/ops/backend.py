@@ -36,7 +36,7 @@ def plain() -> Iterator[None]:
 
 def is_plain() -> bool:
     """Whether operations must stay within standard PyTorch operators."""
-    return _plain or torch.compiler.is_exporting()
+    return _plain
 
 
 def fused(x: Tensor, group: DihedralGroup) -> bool:

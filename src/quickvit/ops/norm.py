@@ -11,25 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quickvit.group import D8, DihedralGroup, Layout
+from quickvit.group import D8, Layout
 from quickvit.ops.backend import fused
 
 
 def octic_layer_norm(
-    x: Tensor,
-    gain: Tensor,
-    shift: Tensor,
-    eps: float,
-    *,
-    pair_weight: float = 1.0,
-    group: DihedralGroup = D8,
+    x: Tensor, gain: Tensor, shift: Tensor, eps: float, layout: Layout, *, pair_weight: float = 1.0
 ) -> Tensor:
     """Layer norm of a packed tensor [..., C].
 
     `pair_weight` weighs the two-dimensional irreps in the mean square; 1 keeps unit variance at unit variance.
     """
-    if not fused(x, group):
-        return definition(x, gain, shift, eps, pair_weight=pair_weight, group=group)
+    if not fused(x, layout.group):
+        return definition(x, gain, shift, eps, layout, pair_weight=pair_weight)
     y, _ = _norm(x.flatten(0, -2), gain.float(), shift.float(), eps, pair_weight, _output_dtype(x))
     return y.view(x.shape)
 
@@ -40,21 +34,21 @@ def octic_residual_norm(
     gain: Tensor,
     shift: Tensor,
     eps: float,
+    layout: Layout,
     *,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     pair_weight: float = 1.0,
-    group: DihedralGroup = D8,
 ) -> tuple[Tensor, Tensor]:
     """The residual sum and its norm: z = x + sample_scale · scale · (branch + bias), and layer_norm(z).
 
     Shapes: x and branch [B, N, C]; bias [C/|G|] on A1, left over from the linear map that made the branch; scale
     (layer scale) one value per irrep channel; sample_scale [B] (stochastic depth).
     """
-    if not fused(x, group):
-        x = residual(x, branch, bias=bias, scale=scale, sample_scale=sample_scale, group=group)
-        return x, definition(x, gain, shift, eps, pair_weight=pair_weight, group=group)
+    if not fused(x, layout.group):
+        x = residual(x, branch, layout, bias=bias, scale=scale, sample_scale=sample_scale)
+        return x, definition(x, gain, shift, eps, layout, pair_weight=pair_weight)
     z, y, _ = _residual_norm(
         x.flatten(0, -2),
         branch.flatten(0, -2),
@@ -73,14 +67,13 @@ def octic_residual_norm(
 def residual(
     x: Tensor,
     branch: Tensor,
+    layout: Layout,
     *,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
-    group: DihedralGroup = D8,
 ) -> Tensor:
     """z = x + sample_scale · scale · (branch + bias)."""
-    layout = Layout(x.shape[-1], group)
     if bias is not None:
         branch = branch + layout.embed_invariant(bias)
     if sample_scale is not None:
@@ -89,16 +82,9 @@ def residual(
 
 
 def definition(
-    x: Tensor,
-    gain: Tensor,
-    shift: Tensor,
-    eps: float,
-    *,
-    pair_weight: float = 1.0,
-    group: DihedralGroup = D8,
+    x: Tensor, gain: Tensor, shift: Tensor, eps: float, layout: Layout, *, pair_weight: float = 1.0
 ) -> Tensor:
     """Layer norm in standard operators: the root-mean-square norm of the centred token."""
-    layout = Layout(x.shape[-1], group)
     dtype = x.dtype
     if dtype in (torch.float16, torch.bfloat16):
         x = x.float()

@@ -20,79 +20,65 @@ TILE: tuple[int, int] = (1024, 4)
 def _flat(T, M: tl.constexpr, BLOCK: tl.constexpr):
     """Token and entry of this program's part of a [T, 8 M] feature; divisions per entry stay in 32 bits."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    flat = (start % (8 * M)).to(tl.int32) + tl.arange(0, BLOCK)
+    # Eight entries in a row belong to one token; the compiler needs the hint to move them together.
+    flat = tl.multiple_of((start % (8 * M)).to(tl.int32), 8) + tl.arange(0, BLOCK)
     token = start // (8 * M) + flat // (8 * M)
     return token, flat % (8 * M), start + tl.arange(0, BLOCK), token < T
-
-
-@triton.jit
-def _feature(part, q, k, v):
-    """The pointer of one of three features, chosen once per program."""
-    if part == 0:
-        pointer = q
-    elif part == 1:
-        pointer = k
-    else:
-        pointer = v
-    return pointer
 
 
 @triton.jit(do_not_specialize=["T"])
 def _to_heads(
     packed,
     bias,
-    q,
-    k,
-    v,
+    feature,
     T,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
     M: tl.constexpr,
     c: tl.constexpr,
-    PARTS: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Entry (token, head, d) of a feature from its packed column, plus the bias of A1."""
-    part = tl.program_id(1)
     token, entry, index, mask = _flat(T, M, BLOCK)
     head, d = entry // (8 * c), entry % (8 * c)
     e = d - 4 * c
     place = tl.where(e < 0, head * c + d % c, head * (2 * c) + e % (2 * c))
     block = tl.where(e < 0, d // c, 4 + 2 * (e // (2 * c)))
-    column = block * (PARTS * M) + part * tl.where(e < 0, M, 2 * M) + place
+    column = block * (PARTS * M) + PART * tl.where(e < 0, M, 2 * M) + place
     column = tl.max_contiguous(tl.multiple_of(column, VEC), VEC)
     value = tl.load(packed + token * (8 * PARTS * M) + column, mask=mask)
     if bias is not None:
-        shift = tl.load(bias + part * M + place, mask=block == 0, other=0.0)
+        shift = tl.load(bias + PART * M + place, mask=block == 0, other=0.0)
         value = (value.to(tl.float32) + shift.to(tl.float32)).to(value.dtype)
-    tl.store(_feature(part, q, k, v) + index, value, mask=mask)
+    tl.store(feature + index, value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _to_packed(
-    q,
-    k,
-    v,
+    feature,
     packed,
     T,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
     M: tl.constexpr,
     c: tl.constexpr,
-    PARTS: tl.constexpr,
     VEC: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Packed column from the entry (token, head, d) of a feature."""
-    part = tl.program_id(1)
     token, f, _, mask = _flat(T, M, BLOCK)
     e = f - 4 * M
     width = tl.where(e < 0, M, 2 * M)
     piece = tl.where(e < 0, c, 2 * c)
     block = tl.where(e < 0, f // M, 4 + 2 * (e // (2 * M)))
     place = tl.where(e < 0, f % M, e % (2 * M))
-    column = block * (PARTS * M) + part * width + place
-    column = tl.max_contiguous(tl.multiple_of(column, VEC), VEC)
+    column = block * (PARTS * M) + PART * width + place
+    column = tl.max_contiguous(tl.multiple_of(column, RUN), RUN)
     entry = (place // piece) * (8 * c) + block * c + place % piece
     entry = tl.max_contiguous(tl.multiple_of(entry, VEC), VEC)
-    value = tl.load(_feature(part, q, k, v) + token * (8 * M) + entry, mask=mask)
+    value = tl.load(feature + token * (8 * M) + entry, mask=mask)
     tl.store(packed + token * (8 * PARTS * M) + column, value, mask=mask)
 
 
@@ -100,16 +86,17 @@ def to_heads(packed: torch.Tensor, heads: int, parts: int, bias: torch.Tensor | 
     """The `parts` features of packed[T, parts · C] as tensors [T, H, D], with the A1 bias[parts · C/8] added."""
     tokens = packed.shape[0]
     m = packed.shape[1] // (8 * parts)
-    outs = [packed.new_empty(tokens, heads, 8 * m // heads) for _ in range(parts)]
+    c = m // heads
+    features = [packed.new_empty(tokens, heads, 8 * c) for _ in range(parts)]
+    block, warps = TILE
     if tokens:
-        block, warps = TILE
-        q, k, v = outs[0], outs[parts // 2], outs[-1]
-        c = m // heads
+        # One launch per feature: a pointer chosen inside the kernel would lose its alignment.
         with torch.cuda.device_of(packed):
-            _to_heads[(triton.cdiv(tokens * 8 * m, block), parts)](
-                packed, bias, q, k, v, tokens, m, c, parts, math.gcd(c, 8), block, num_warps=warps
-            )
-    return outs
+            for part, feature in enumerate(features):
+                _to_heads[(triton.cdiv(feature.numel(), block),)](
+                    packed, bias, feature, tokens, part, parts, m, c, math.gcd(c, 8), block, num_warps=warps
+                )
+    return features
 
 
 def to_packed(features: list[torch.Tensor]) -> torch.Tensor:
@@ -117,13 +104,22 @@ def to_packed(features: list[torch.Tensor]) -> torch.Tensor:
     parts = len(features)
     tokens, heads, dim = features[0].shape
     packed = features[0].new_empty(tokens, parts * heads * dim)
-    m = heads * dim // 8
+    m, c = heads * dim // 8, dim // 8
+    block, warps = TILE
     if tokens:
-        block, warps = TILE
-        q, k, v = features[0], features[parts // 2], features[-1]
-        c = dim // 8
         with torch.cuda.device_of(packed):
-            _to_packed[(triton.cdiv(tokens * 8 * m, block), parts)](
-                q, k, v, packed, tokens, m, c, parts, math.gcd(c, 8), block, num_warps=warps
-            )
+            for part, feature in enumerate(features):
+                _to_packed[(triton.cdiv(feature.numel(), block),)](
+                    feature,
+                    packed,
+                    tokens,
+                    part,
+                    parts,
+                    m,
+                    c,
+                    math.gcd(c, 8),
+                    math.gcd(m, 8),
+                    block,
+                    num_warps=warps,
+                )
     return packed

@@ -24,7 +24,7 @@ import triton.language as tl
 # that is large enough holds.
 FORWARD_TILES: dict[int, tuple[int, int, int]] = {
     512: (1, 16, 2),
-    1024: (2, 10, 2),
+    1024: (2, 10, 3),
     2048: (4, 4, 3),
     4096: (8, 2, 3),
     8192: (16, 1, 3),
@@ -33,8 +33,8 @@ FORWARD_TILES: dict[int, tuple[int, int, int]] = {
 BACKWARD_TILES: dict[int, tuple[int, int, int]] = {
     256: (1, 16, 2),
     512: (2, 8, 2),
-    1024: (4, 4, 2),
-    2048: (8, 2, 3),
+    1024: (4, 4, 3),
+    2048: (4, 4, 3),
     4096: (16, 1, 3),
     8192: (16, 1, 2),
     16384: (16, 1, 1),
