@@ -1,6 +1,6 @@
 """Fused operators on a GPU: error against float64, time against the bytes they must move, and whole models.
 
-    python benchmarks/gpu_check.py [check|ops|block|model]
+python benchmarks/gpu_check.py [check|ops|block|model]
 """
 
 from __future__ import annotations
@@ -56,8 +56,14 @@ def relative(a: Tensor, b: Tensor) -> float:
 def check() -> None:
     """Outputs and gradients of each operator against the definition in float64."""
     torch.manual_seed(0)
-    for width, heads, tokens, hidden in [(64, 2, 7, 128), (1024, 16, 197, 4096), (1280, 16, 257, 5120), (1664, 16, 33, 8192)]:
+    for width, heads, tokens, hidden in [
+        (64, 2, 7, 128),
+        (1024, 16, 197, 4096),
+        (1280, 16, 257, 5120),
+        (1664, 16, 33, 8192),
+    ]:
         for dtype in (torch.float32, torch.bfloat16):
+
             def run(function, definition, *tensors):
                 wide = [t.double().requires_grad_() for t in tensors]
                 ours = [t.clone().requires_grad_() for t in tensors]
@@ -70,18 +76,49 @@ def check() -> None:
                 errors = [relative(out, ref)] + [relative(a.grad, b.grad) for a, b in zip(ours, wide)]
                 plain = [relative(low, ref)] + [relative(a.grad, b.grad) for a, b in zip(theirs, wide)]
                 return errors, plain
+
             def randn(*shape):
                 return torch.randn(*shape, device=DEVICE).to(dtype)
+
             layout = Layout(width)
             m = layout.copies
             cases = {
-                "linear": (linear.octic_linear, linear.definition, randn(2 * tokens, width), randn(4, hidden // 8, m) / 8, randn(1, hidden // 4, 2 * m) / 8, randn(hidden // 8)),
+                "linear": (
+                    linear.octic_linear,
+                    linear.definition,
+                    randn(2 * tokens, width),
+                    randn(4, hidden // 8, m) / 8,
+                    randn(1, hidden // 4, 2 * m) / 8,
+                    randn(hidden // 8),
+                ),
                 "gelu": (gelu.octic_gelu, gelu.definition, randn(2 * tokens, width), randn(m)),
-                "norm": (lambda x, g, s: norm.octic_layer_norm(x, g, s, 1e-6, layout), lambda x, g, s: norm.definition(x, g, s, 1e-6, layout), randn(2, tokens, width) + 1, randn(layout.gains), randn(m)),
-                "residual": (lambda x, b, bb, sc, g, s: sum(norm.octic_residual_norm(x, b, g, s, 1e-6, layout, bias=bb, scale=sc)),
-                             lambda x, b, bb, sc, g, s: (lambda z: z + norm.definition(z, g, s, 1e-6, layout))(norm.residual(x, b, layout, bias=bb, scale=sc)),
-                             randn(2, tokens, width), randn(2, tokens, width), randn(m), randn(layout.gains), randn(layout.gains), randn(m)),
-                "attention": (lambda q, b: attention.octic_attention(q, heads, Layout(3 * width), b), lambda q, b: attention.definition(q, heads, Layout(3 * width), b), randn(2, tokens, 3 * width), randn(3 * m)),
+                "norm": (
+                    lambda x, g, s: norm.octic_layer_norm(x, g, s, 1e-6, layout),
+                    lambda x, g, s: norm.definition(x, g, s, 1e-6, layout),
+                    randn(2, tokens, width) + 1,
+                    randn(layout.gains),
+                    randn(m),
+                ),
+                "residual": (
+                    lambda x, b, bb, sc, g, s: sum(
+                        norm.octic_residual_norm(x, b, g, s, 1e-6, layout, bias=bb, scale=sc)
+                    ),
+                    lambda x, b, bb, sc, g, s: (lambda z: z + norm.definition(z, g, s, 1e-6, layout))(
+                        norm.residual(x, b, layout, bias=bb, scale=sc)
+                    ),
+                    randn(2, tokens, width),
+                    randn(2, tokens, width),
+                    randn(m),
+                    randn(layout.gains),
+                    randn(layout.gains),
+                    randn(m),
+                ),
+                "attention": (
+                    lambda q, b: attention.octic_attention(q, heads, Layout(3 * width), b),
+                    lambda q, b: attention.definition(q, heads, Layout(3 * width), b),
+                    randn(2, tokens, 3 * width),
+                    randn(3 * m),
+                ),
             }
             for name, (function, definition, *tensors) in cases.items():
                 try:
@@ -90,7 +127,9 @@ def check() -> None:
                     print(name, width, dtype, "FAILED", type(error).__name__, str(error)[:300])
                     continue
                 worst = max(e / max(p, 1e-9) for e, p in zip(errors, plain))
-                print(f"{name:10} C={width:5} {str(dtype)[6:]:9} fused {' '.join(f'{e:.1e}' for e in errors)}  worst/plain {worst:.2f}")
+                print(
+                    f"{name:10} C={width:5} {str(dtype)[6:]:9} fused {' '.join(f'{e:.1e}' for e in errors)}  worst/plain {worst:.2f}"
+                )
 
 
 def operators(size: str) -> None:
@@ -100,16 +139,32 @@ def operators(size: str) -> None:
     rows = batch * tokens
     layout = Layout(width)
     m = layout.copies
+
     def randn(*shape):
         return torch.randn(*shape, device=DEVICE).to(dtype)
-    x, h, qkv, branch = randn(rows, width), randn(rows, hidden), randn(batch, tokens, 3 * width), randn(rows, width)
+
+    x, h, qkv, branch = (
+        randn(rows, width),
+        randn(rows, hidden),
+        randn(batch, tokens, 3 * width),
+        randn(rows, width),
+    )
     gain, shift, scale = (torch.randn(n, device=DEVICE) for n in (layout.gains, m, layout.gains))
+
     def weights(cin, cout):
         return randn(4, cout // 8, cin // 8), randn(1, cout // 4, cin // 4)
-    w = {"qkv": weights(width, 3 * width), "proj": weights(width, width), "fc1": weights(width, hidden), "fc2": weights(hidden, width)}
+
+    w = {
+        "qkv": weights(width, 3 * width),
+        "proj": weights(width, width),
+        "fc1": weights(width, hidden),
+        "fc2": weights(hidden, width),
+    }
     from quickvit.ops.triton import attention as ta, gelu as tg, norm as tn
+
     def matmul_floor(cin, cout):
         return max(2 * rows * cin * cout * 3 / 16 / 790e9, (rows * (cin + cout) * 2) / 4.3e9)
+
     out, lse = ta.attention_forward(qkv, None, heads)
     do = randn(batch, tokens, width)
     _, _, stats = tn.residual_norm_forward(x, branch, shift, scale, None, 1, gain, shift, 1e-6)
@@ -123,11 +178,28 @@ def operators(size: str) -> None:
         "gelu": (lambda: tg.gelu_forward(h, None), 2 * h.nbytes / 4.3e9),
         "gelu grad": (lambda: tg.gelu_backward(h, h, None), 3 * h.nbytes / 4.3e9),
         "norm": (lambda: tn.norm_forward(x, gain, shift, 1e-6), 2 * x.nbytes / 4.3e9),
-        "residual norm": (lambda: tn.residual_norm_forward(x, branch, shift, scale, None, 1, gain, shift, 1e-6), 4 * x.nbytes / 4.3e9),
-        "residual norm grad": (lambda: tn.residual_norm_backward(x, branch, x, stats, gain, branch, shift, scale, None, 1), 6 * x.nbytes / 4.3e9),
-        "attention": (lambda: ta.attention_forward(qkv, None, heads), max((qkv.nbytes + x.nbytes) / 4.3e9, 4 * batch * tokens**2 * width / 790e9)),
-        "attention grad": (lambda: ta.attention_backward(do, qkv, None, out, lse, heads), max((2 * qkv.nbytes + 2 * x.nbytes) / 4.3e9, 10 * batch * tokens**2 * width / 790e9)),
-        "sdpa": (lambda: torch.nn.functional.scaled_dot_product_attention(*qkv.view(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)), 0),
+        "residual norm": (
+            lambda: tn.residual_norm_forward(x, branch, shift, scale, None, 1, gain, shift, 1e-6),
+            4 * x.nbytes / 4.3e9,
+        ),
+        "residual norm grad": (
+            lambda: tn.residual_norm_backward(x, branch, x, stats, gain, branch, shift, scale, None, 1),
+            6 * x.nbytes / 4.3e9,
+        ),
+        "attention": (
+            lambda: ta.attention_forward(qkv, None, heads),
+            max((qkv.nbytes + x.nbytes) / 4.3e9, 4 * batch * tokens**2 * width / 790e9),
+        ),
+        "attention grad": (
+            lambda: ta.attention_backward(do, qkv, None, out, lse, heads),
+            max((2 * qkv.nbytes + 2 * x.nbytes) / 4.3e9, 10 * batch * tokens**2 * width / 790e9),
+        ),
+        "sdpa": (
+            lambda: torch.nn.functional.scaled_dot_product_attention(
+                *qkv.view(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
+            ),
+            0,
+        ),
     }
     for name, (job, floor) in jobs.items():
         try:
@@ -155,6 +227,7 @@ def model(size: str, patch: int, train: bool, depth: int | None = None, mode: st
         if train:
             net.train()
             step = torch.compile(net, fullgraph=True, mode=mode if mode != "default" else None)
+
             def job():
                 with torch.autocast("cuda", torch.bfloat16):
                     loss = step(x).float().square().mean()
@@ -164,9 +237,11 @@ def model(size: str, patch: int, train: bool, depth: int | None = None, mode: st
             net = net.bfloat16().eval()
             x = x.bfloat16()
             step = torch.compile(net, fullgraph=True, mode=mode if mode != "default" else None)
+
             def job():
                 with torch.no_grad():
                     step(x)
+
         try:
             job()
             compile_s = time.time() - start
@@ -176,8 +251,11 @@ def model(size: str, patch: int, train: bool, depth: int | None = None, mode: st
             print(size, name, train, "FAILED", type(error).__name__, str(error)[-600:])
             continue
         memory = torch.cuda.max_memory_allocated() / 2**20
-        print(f"{size}/{patch} {name:4} {'train' if train else 'infer'} {mode:16} {results[name]:8.2f} ms  "
-              f"x{results.get('vit', 0) / results[name]:.2f}  {memory:.0f} MiB  first call {compile_s:.0f} s", flush=True)
+        print(
+            f"{size}/{patch} {name:4} {'train' if train else 'infer'} {mode:16} {results[name]:8.2f} ms  "
+            f"x{results.get('vit', 0) / results[name]:.2f}  {memory:.0f} MiB  first call {compile_s:.0f} s",
+            flush=True,
+        )
         del net, step, job
 
 
@@ -191,4 +269,10 @@ if __name__ == "__main__":
     elif command == "model":
         for arg in sys.argv[2:]:
             size, patch, kind, *rest = arg.split(":")
-            model(size, int(patch), kind == "train", int(rest[0]) if rest and rest[0] else None, rest[1] if len(rest) > 1 else "default")
+            model(
+                size,
+                int(patch),
+                kind == "train",
+                int(rest[0]) if rest and rest[0] else None,
+                rest[1] if len(rest) > 1 else "default",
+            )

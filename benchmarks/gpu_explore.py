@@ -19,7 +19,24 @@ for size in ("large", "huge", "giant"):
     q, k, v = th.to_heads(flat, heads, 3, None)
     layout = Layout(3 * width)
     compiled = torch.compile(by_cat)
-    print(size, "eager cat", graph_ms(lambda: by_cat(flat, heads, layout)), "compiled", graph_ms(lambda: compiled(flat, heads, layout)))
+    print(
+        size,
+        "eager cat",
+        graph_ms(lambda: by_cat(flat, heads, layout)),
+        "compiled",
+        graph_ms(lambda: compiled(flat, heads, layout)),
+    )
     for tile in ((1024, 4), (2048, 4), (2048, 8), (4096, 8)):
         th.TILE = tile
-        print(size, tile, "to_heads", graph_ms(lambda: th.to_heads(flat, heads, 3, None)), "to_packed 3", graph_ms(lambda: th.to_packed([q, k, v])), "to_packed 1", graph_ms(lambda: th.to_packed([q])), "floor", 2 * flat.nbytes / 4.3e9)
+        print(
+            size,
+            tile,
+            "to_heads",
+            graph_ms(lambda: th.to_heads(flat, heads, 3, None)),
+            "to_packed 3",
+            graph_ms(lambda: th.to_packed([q, k, v])),
+            "to_packed 1",
+            graph_ms(lambda: th.to_packed([q])),
+            "floor",
+            2 * flat.nbytes / 4.3e9,
+        )

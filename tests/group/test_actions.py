@@ -36,7 +36,9 @@ def test_actions_are_homomorphisms(group):
     tokens = torch.randn(2, 1 + 20, 16, dtype=torch.float64)
     for g, h in product(group.elements, repeat=2):
         gh = group.product(g, h)
-        assert torch.equal(act_on_image(act_on_image(image, h, group), g, group), act_on_image(image, gh, group))
+        assert torch.equal(
+            act_on_image(act_on_image(image, h, group), g, group), act_on_image(image, gh, group)
+        )
         turned = (4, 5) if group == D8 and h.turns % 2 else (5, 4)
         twice = act_on_tokens(act_on_tokens(tokens, h, (5, 4), group, prefix=1), g, turned, group, prefix=1)
         torch.testing.assert_close(twice, act_on_tokens(tokens, gh, (5, 4), group, prefix=1))

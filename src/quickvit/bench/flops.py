@@ -18,11 +18,8 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from quickvit.evaluate.features import input_size
-from quickvit.group import D8
-from quickvit.group.layout import packed_fourier_matrix
 from quickvit.models import FAMILIES, SIZES, create_baseline
 from quickvit.models.zoo import PATCHES
-from quickvit.ops import plain
 
 BASELINE = "vit"
 PARTS = ("lift", "octic_blocks", "invariant", "standard_blocks", "head")
@@ -92,10 +89,7 @@ def count(model: nn.Module, img_size: int | tuple[int, int] | None = None) -> Co
 
     state = {n: t.detach().to("meta") for n, t in (*model.named_parameters(), *model.named_buffers())}
     image = torch.empty(1, channels, *size, dtype=next(model.parameters()).dtype, device="meta")
-    # The definitions are counted, not the kernels: the number then depends on no device. The matrix that they
-    # keep from one call to the next is made before, or it would count in the first call.
-    packed_fourier_matrix(getattr(model, "group", D8))
-    with torch.no_grad(), plain(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
         functional_call(model, state, (image,))
     total = 0
     for name, operators in counter.get_flop_counts().items():

@@ -38,9 +38,17 @@ class OcticAttention(nn.Module):
         self.proj = OcticLinear(dim, dim, group=group)
         self.proj_drop = OcticDropout(dim, proj_drop, group)
 
-    def forward(self, x: Tensor, *, defer_bias: bool = False) -> Tensor:
-        """Attend over the tokens of x; with defer_bias the caller adds `proj.bias` itself."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend over the tokens of x."""
+        return self.proj_drop(self.proj(self._heads(x)))
+
+    def deferred(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As forward, with a bias that is left to add, see `OcticLinear.deferred`."""
+        if self.training and self.proj_drop.p:
+            return self(x), None
+        return self.proj.deferred(self._heads(x))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        qkv, bias = self.qkv.deferred(x)
         dropout = self.attn_drop if self.training else 0.0
-        qkv = self.qkv.product(x)
-        x = octic_attention(qkv, self.num_heads, self.qkv.out_layout, self.qkv.bias, dropout=dropout)
-        return self.proj_drop(self.proj.product(x) if defer_bias else self.proj(x))
+        return octic_attention(qkv, self.num_heads, self.qkv.out_layout, bias, dropout=dropout)

@@ -57,8 +57,8 @@ class OcticBlock(nn.Module):
             y = self.norm1(x)
         else:
             x, y = self.norm1.after_residual(x, *pending)
-        x, y = self.norm2.after_residual(x, *self._pending(x, y, self.attn, self.attn.proj.bias, self.ls1))
-        pending = self._pending(x, y, self.mlp, self.mlp.fc2.bias, self.ls2)
+        x, y = self.norm2.after_residual(x, *self._pending(self.attn, y, self.ls1))
+        pending = self._pending(self.mlp, y, self.ls2)
         return (x, pending) if defer else self.add(x, pending)
 
     def add(self, x: Tensor, pending: Pending) -> Tensor:
@@ -67,15 +67,8 @@ class OcticBlock(nn.Module):
         return residual(x, branch, self.norm1.layout, bias=bias, scale=scale, sample_scale=samples)
 
     def _pending(
-        self,
-        x: Tensor,
-        y: Tensor,
-        module: OcticAttention | OcticMlp,
-        bias: Tensor | None,
-        scale: OcticLayerScale | None,
+        self, module: OcticAttention | OcticMlp, y: Tensor, scale: OcticLayerScale | None
     ) -> Pending:
-        # Dropout acts on the biased branch, so only without it can the bias wait.
-        defer_bias = not (self.training and self.mlp.drop2.p)
-        branch = module(y, defer_bias=defer_bias)
-        samples = sample_scale(x, self.drop_path, self.training)
-        return Pending(branch, bias if defer_bias else None, None if scale is None else scale.gamma, samples)
+        branch, bias = module.deferred(y)
+        gamma = None if scale is None else scale.gamma
+        return Pending(branch, bias, gamma, sample_scale(y, self.drop_path, self.training))

@@ -41,9 +41,10 @@ class PowerSpectrum(nn.Module):
         n2, split = self.layout.group.num_two_dim, self.layout.one_dim_channels
         parts = [x[..., self.layout.invariant], x[..., self.layout.copies : split].abs()]
         if n2:
-            # vector_norm has gradient 0 at 0, where the square root of a sum of squares has NaN.
-            pairs = x[..., split:].unflatten(-1, (n2, 2, -1))
-            parts.append(torch.linalg.vector_norm(pairs, dim=-2).flatten(-2))
+            first, second = x[..., split:].unflatten(-1, (n2, 2, -1)).unbind(-2)
+            # The square root has no gradient at 0; clamped to the smallest number, it has the gradient 0.
+            power = (first.square() + second.square()).clamp_min(torch.finfo(x.dtype).tiny)
+            parts.append(power.sqrt().flatten(-2))
         return torch.cat(parts, dim=-1)
 
 
@@ -129,6 +130,7 @@ class MaxFilter(nn.Module):
         self.layout = Layout(dim, group)
         self.out_features = 2 * dim
         self.templates = nn.Parameter(torch.empty(2 * dim, dim))
+        self.actions: Tensor
         self.register_buffer("actions", _actions(self.layout), persistent=False)
         self.reset_parameters()
 
@@ -159,6 +161,7 @@ class Canonical(nn.Module):
         self.layout = Layout(dim, group)
         self.out_features = dim
         self.template = nn.Parameter(torch.empty(dim))
+        self.actions: Tensor
         self.register_buffer("actions", _actions(self.layout), persistent=False)
         self.reset_parameters()
 
@@ -185,7 +188,8 @@ def _actions(layout: Layout) -> Tensor:
     return torch.stack([layout.action_matrix(g) for g in layout.group.elements]).float()
 
 
-INVARIANTS: dict[str, Callable[[int, DihedralGroup], nn.Module]] = {
+Invariant = LinearInvariant | PowerSpectrum | PolynomialInvariant | MaxFilter | Canonical
+INVARIANTS: dict[str, Callable[[int, DihedralGroup], Invariant]] = {
     "power_spectrum": PowerSpectrum,
     "polynomial": partial(PolynomialInvariant, basis=polynomial),
     "triple_correlation": partial(PolynomialInvariant, basis=triple_correlation),
@@ -202,8 +206,9 @@ class OcticInvariant(nn.Module):
         super().__init__()
         if invariant not in INVARIANTS:
             raise ValueError(f"unknown invariant {invariant!r}; expected one of {', '.join(INVARIANTS)}")
-        self.invariant = INVARIANTS[invariant](dim, group)
-        self.proj = nn.Linear(self.invariant.out_features, dim)
+        psi = INVARIANTS[invariant](dim, group)
+        self.invariant = psi
+        self.proj = nn.Linear(psi.out_features, dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from quickvit.group import D8, DihedralGroup, Layout
 from quickvit.ops import octic_linear
+from quickvit.ops.backend import fused
 
 STANDARD_STD = 0.02
 
@@ -41,9 +42,14 @@ class OcticLinear(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def product(self, x: Tensor) -> Tensor:
-        """The layer without its bias, for callers that add the bias in their next step."""
-        return octic_linear(x, self.weight_1, self.weight_2)
+    def deferred(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The layer for callers whose next step can add a bias: its result, and the bias that is left to add.
+
+        A fused next step adds it for free. Otherwise the product adds it to A1, an eighth of its result.
+        """
+        if fused(x, self.in_layout.group):
+            return octic_linear(x, self.weight_1, self.weight_2), self.bias
+        return self(x), None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map a packed tensor [..., C] to [..., F]."""

@@ -21,7 +21,16 @@ class OcticMlp(nn.Module):
         self.fc2 = OcticLinear(hidden_dim, dim, group=group)
         self.drop2 = OcticDropout(dim, drop, group)
 
-    def forward(self, x: Tensor, *, defer_bias: bool = False) -> Tensor:
-        """Apply to packed tokens; with defer_bias the caller adds `fc2.bias` itself."""
-        x = self.drop1(octic_gelu(self.fc1.product(x), self.fc1.bias, self.group))
-        return self.drop2(self.fc2.product(x) if defer_bias else self.fc2(x))
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply to packed tokens."""
+        return self.drop2(self.fc2(self._hidden(x)))
+
+    def deferred(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As forward, with a bias that is left to add, see `OcticLinear.deferred`."""
+        if self.training and self.drop2.p:
+            return self(x), None
+        return self.fc2.deferred(self._hidden(x))
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        hidden, bias = self.fc1.deferred(x)
+        return self.drop1(octic_gelu(hidden, bias, self.group))

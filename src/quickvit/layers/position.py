@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from quickvit.group import D8, DihedralGroup, Layout, Unfolding
 from quickvit.layers.cache import DerivedTensor
@@ -38,14 +37,35 @@ class OcticPosition(DerivedTensor):
     def _positions(self, height: int, width: int) -> Tensor:
         full = self.unfold(self.weight)
         if (height, width) != self.unfold.size:
-            # The antialiasing filter exists in single and double precision only.
-            wide = full if full.dtype == torch.float64 else full.float()
-            resized = functional.interpolate(
-                wide[None], (height, width), mode="bicubic", antialias=True, align_corners=False
-            )
-            full = resized[0].to(full.dtype)
+            rows, columns = (resize_matrix(self.grid_size, n) for n in (height, width))
+            full = full.new_tensor(rows) @ full @ full.new_tensor(columns).T
         return full.permute(1, 2, 0)
 
     def extra_repr(self) -> str:
         """Native grid and width."""
         return f"grid_size={self.grid_size}, embed_dim={self.layout.channels}, group={self.layout.group}"
+
+
+def resize_matrix(source: int, target: int) -> list[list[float]]:
+    """The antialiased bicubic filter from `source` to `target` samples as a matrix, that of torchvision and PIL.
+
+    One matrix for both axes, whose reversal is itself reversed, is what makes resizing commute with the group to
+    the last bit of rounding. (PyTorch's own filter does not, for grids that are one token wide.)
+    """
+    scale = source / target
+    stretch = max(scale, 1.0)
+    matrix = []
+    for i in range(target):
+        centre = (i + 0.5) * scale
+        row = [_cubic((j + 0.5 - centre) / stretch) for j in range(source)]
+        total = sum(row)
+        matrix.append([w / total for w in row])
+    return matrix
+
+
+def _cubic(x: float, a: float = -0.5) -> float:
+    """Keys' cubic convolution kernel."""
+    x = abs(x)
+    if x < 1:
+        return (a + 2) * x**3 - (a + 3) * x**2 + 1
+    return a * (x**3 - 5 * x**2 + 8 * x - 4) if x < 2 else 0.0

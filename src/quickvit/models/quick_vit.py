@@ -32,7 +32,7 @@ from quickvit.layers import (
 from quickvit.layers.linear import STANDARD_STD
 
 POOLS = ("token", "avg", "")
-_layer_norm = partial(LayerNorm, eps=1e-6)
+_layer_norm: Any = partial(LayerNorm, eps=1e-6)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         patch_size: int = 16,
         in_chans: int = 3,
         num_classes: int = 1000,
-        global_pool: Literal["token", "avg", ""] = "token",
+        global_pool: str = "token",
         embed_dim: int = 768,
         depth: int = 12,
         num_heads: int = 12,
@@ -201,7 +201,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         return {f"{name}.weight" for name in ("pos_embed", "cls_token", "reg_token", "mask_token")}
 
     @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:  # noqa: ARG002
         """Patterns that sort parameters into layers, for layer-wise learning rates."""
         # The invariant belongs to the last octic block: it is the next thing that the data meets.
         last = (max(self.octic_depth - 1, 0),)
@@ -329,7 +329,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         intermediates_only: bool = False,
         output_dict: bool = False,
     ) -> Any:
-        """timm's access to the tokens after chosen blocks; those of blocks before the last octic one are steerable."""
+        """timm's access to the tokens after chosen blocks; those before the last octic block are steerable."""
         _require(output_fmt in ("NCHW", "NLC"), f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         take, last = feature_take_indices(len(self.blocks), indices)
         if norm and min(take) < self.octic_depth - 1:

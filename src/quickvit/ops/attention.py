@@ -38,9 +38,9 @@ def definition(
     qkv: Tensor, heads: int, layout: Layout, bias: Tensor | None = None, *, dropout: float = 0.0
 ) -> Tensor:
     """The same with `scaled_dot_product_attention`, the channels copied into heads and back."""
-    if bias is not None:
-        qkv = qkv + layout.embed_invariant(bias)
     pieces = [qkv[..., b.slice].unflatten(-1, (3, heads, -1)) for b in layout.blocks]
+    if bias is not None:
+        pieces[0] = pieces[0] + bias.unflatten(0, (3, heads, -1))
     q, k, v = torch.cat(pieces, dim=-1).permute(2, 0, 3, 1, 4)
     out = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout).transpose(1, 2)
     parts = out.split([piece.shape[-1] for piece in pieces], dim=-1)

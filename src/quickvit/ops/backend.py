@@ -49,14 +49,13 @@ def fused(x: Tensor, group: DihedralGroup) -> bool:
     return choice
 
 
-def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype that autocast wants for matrix products, as PyTorch's own operators do it."""
-    tensors = (x, *others)
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 @cache

@@ -17,8 +17,8 @@ def octic_linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | N
     """y_ρ = W_ρ x_ρ for each irrep ρ (Schur's lemma), plus a bias on A1."""
     if is_plain():
         return definition(x, weight_1, weight_2, bias)
-    x, weight_1, weight_2, bias = autocast(x, weight_1, weight_2, bias)
-    y = _linear(x.flatten(0, -2), weight_1, weight_2, bias)
+    x, weight_1, weight_2 = autocast(x, weight_1, weight_2)
+    y = _linear(x.flatten(0, -2), weight_1, weight_2, None if bias is None else bias.to(x.dtype))
     return y.unflatten(0, x.shape[:-1])
 
 

@@ -84,19 +84,21 @@ def residual(
 def definition(
     x: Tensor, gain: Tensor, shift: Tensor, eps: float, layout: Layout, *, pair_weight: float = 1.0
 ) -> Tensor:
-    """Layer norm in standard operators: the root-mean-square norm of the centred token."""
+    """Layer norm in standard operators: the standard norm of the centred token."""
     dtype = x.dtype
     if dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     x = _centre(x, layout)
     gain = layout.expand(gain).to(x.dtype)
+    shift = layout.embed_invariant(shift).to(x.dtype)
     if pair_weight == 1.0:
-        y = functional.rms_norm(x, (layout.channels,), gain, eps)
+        # The centred blocks have mean zero together, so the standard norm finds nothing more to centre.
+        y = functional.layer_norm(x, (layout.channels,), gain, shift, eps)
     else:
         weight = x.new_full((layout.channels,), pair_weight)
         weight[: layout.one_dim_channels] = 1
-        y = x * torch.rsqrt((weight * x.square()).mean(-1, keepdim=True) + eps) * gain
-    return (y + layout.embed_invariant(shift)).to(dtype)
+        y = x * torch.rsqrt((weight * x.square()).mean(-1, keepdim=True) + eps) * gain + shift
+    return y.to(dtype)
 
 
 def _centre(x: Tensor, layout: Layout) -> Tensor:

@@ -300,7 +300,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _tile(tiles: dict[int, tuple[int, ...]], width: int) -> tuple[int, ...]:
+def _tile(tiles: dict[int, tuple[int, int, int]], width: int) -> tuple[int, int, int]:
     """The entry of the smallest width in the table that holds this one, else the last."""
     return next((tile for limit, tile in tiles.items() if width <= limit), list(tiles.values())[-1])
 

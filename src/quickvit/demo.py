@@ -1,0 +1,357 @@
+"""The demonstration: a standard ViT, an h8 and an i8 trained side by side on scikit-learn's digits, on a CPU.
+
+All three have one size, one recipe and one seed, and see upright digits only. They are then tested on upright
+digits and on the same digits turned and mirrored at random. `run_demo` writes a picture and the results.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import time
+import zlib
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.optim import create_optimizer_v2
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+
+import quickvit
+from quickvit import D8, act_on_image
+from quickvit.report.demo_figure import draw_demo
+
+MODELS = ("ViT", "h8", "i8")
+CLASSES = 10
+# What no invariant model can tell apart by shape alone, and the transformation that relates the two.
+LOOKALIKES = (((6, 9), "a half turn"), ((2, 5), "a mirroring"))
+BATCH_FOR_SPEED = 256
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Settings of the demonstration.
+
+    out: folder for demo.png and results.json.
+    seed: decides the split, the initial weights, the order of the images, their shifts and the test poses.
+    epochs, batch_size, learning_rate, weight_decay, label_smoothing: AdamW with a cosine schedule.
+    warmup_epochs: epochs in which the learning rate rises linearly.
+    max_shift: training images move by up to so many pixels along each axis.
+    image_size, patch_size: the 8 × 8 digits are resized to this many pixels, and cut into patches of this many.
+    width, depth, heads: size of all three models; half the blocks of h8 and i8 are octic.
+    test_images: how many of the 1,797 digits are kept for testing.
+    train_images: how many of the others are trained on; all by default.
+    """
+
+    out: Path = Path("demo")
+    seed: int = 0
+    epochs: int = 16
+    batch_size: int = 32
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.05
+    label_smoothing: float = 0.1
+    warmup_epochs: int = 1
+    max_shift: int = 1
+    image_size: int = 32
+    patch_size: int = 8
+    width: int = 192
+    depth: int = 4
+    heads: int = 6
+    test_images: int = 360
+    train_images: int | None = None
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images [N, 1, H, W] with mean 0 and variance 1, and labels [N], split for training and testing."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model, the test accuracy after each epoch and the seconds that the training took."""
+
+    model: nn.Module
+    curve: list[float]
+    seconds: float
+
+
+def run_demo(config: DemoConfig) -> dict[str, Any]:
+    """Train and test the three models, write the picture and the results, and return the results."""
+    require_extras()
+    digits = load_digits(config)
+    trained = {name: train(name, digits, config) for name in MODELS}
+    models = {name: run.model for name, run in trained.items()}
+
+    poses = torch.randint(
+        len(D8.elements), (len(digits.test_labels),), generator=_random(config.seed, "poses")
+    )
+    turned_images = transform(digits.test_images, poses)
+    upright = {name: predict(model, digits.test_images) for name, model in models.items()}
+    turned = {name: predict(model, turned_images) for name, model in models.items()}
+    speed = measure_throughput(models, digits.train_images)
+
+    labels = digits.test_labels
+    rows = [
+        {
+            "model": name,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "macs": count_macs(model, config),
+            "images_per_second": speed[name],
+            "accuracy_upright": _accuracy(upright[name], labels),
+            "accuracy_transformed": _accuracy(turned[name], labels),
+            "same_answer": _accuracy(upright[name], turned[name]),
+            "train_seconds": trained[name].seconds,
+        }
+        for name, model in models.items()
+    ]
+    results: dict[str, Any] = {
+        "config": {**asdict(config), "out": str(config.out)},
+        "environment": environment(),
+        "images": {"train": len(digits.train_labels), "test": len(labels)},
+        "rows": rows,
+        "curves": {name: run.curve for name, run in trained.items()},
+        "confusion_upright": {name: _confusion(upright[name], labels).tolist() for name in MODELS},
+        "confusion_transformed": {name: _confusion(turned[name], labels).tolist() for name in MODELS},
+        "lookalikes": [_lookalikes(pair, by, upright, labels) for pair, by in LOOKALIKES],
+    }
+    config.out.mkdir(parents=True, exist_ok=True)
+    draw_demo(results, models, digits.test_images, labels, config.out / "demo.png")
+    results["files"] = [str(config.out / name) for name in ("demo.png", "results.json")]
+    (config.out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return results
+
+
+def format_table(results: dict[str, Any]) -> str:
+    """The results as a table for a terminal, with what an invariant model cannot know in the lines below."""
+    head = ("model", "parameters", "MMACs", "images/s", "upright", "transformed", "same answer")
+    body = [
+        (
+            row["model"],
+            f"{row['parameters']:,}",
+            f"{row['macs'] / 1e6:.1f}",
+            f"{row['images_per_second']:,.0f}",
+            f"{row['accuracy_upright']:.1%}",
+            f"{row['accuracy_transformed']:.1%}",
+            f"{row['same_answer']:.1%}",
+        )
+        for row in results["rows"]
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    lines = ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in (head, *body)]
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    lines += [
+        "",
+        f"Trained on {results['images']['train']} upright digits, tested on {results['images']['test']} others: upright, and",
+        "transformed by a random one of the eight rotations and mirrorings. Same answer: how many test digits",
+        "get the same answer upright and transformed, right or wrong.",
+    ]
+    for entry in results["lookalikes"]:
+        (a, b), counts = entry["pair"], entry["confused"]
+        confused = ", ".join(f"{name} {count}" for name, count in counts.items())
+        lines.append(
+            f"{a} and {b} are {entry['by']} apart. Confused upright, of {entry['images']}: {confused}."
+        )
+    return "\n".join(lines)
+
+
+def require_extras() -> None:
+    """Raise a ModuleNotFoundError if scikit-learn or matplotlib is missing."""
+    packages = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+    missing = [name for module, name in packages.items() if find_spec(module) is None]
+    if missing:
+        names = " and ".join(missing)
+        raise ModuleNotFoundError(f'the demo needs {names}: pip install "quickvit[demo]"', name=names)
+
+
+# ---------------------------------------------------------------------- data
+
+
+def load_digits(config: DemoConfig) -> Digits:
+    """scikit-learn's handwritten digits, resized and split with every class in proportion."""
+    from sklearn.datasets import load_digits as load
+    from sklearn.model_selection import train_test_split
+
+    data = load()
+    images = torch.tensor(data.images, dtype=torch.float32)[:, None]
+    size = (config.image_size, config.image_size)
+    images = functional.interpolate(images, size, mode="bicubic", align_corners=False)
+    images, labels = (images - images.mean()) / images.std(), torch.tensor(data.target)
+    train_indices, test_indices = train_test_split(
+        torch.arange(len(labels)).numpy(),
+        train_size=config.train_images,
+        test_size=config.test_images,
+        random_state=config.seed,
+        stratify=labels.numpy(),
+    )
+    return Digits(images[train_indices], labels[train_indices], images[test_indices], labels[test_indices])
+
+
+def shift(images: Tensor, max_shift: int, generator: torch.Generator) -> Tensor:
+    """Each image moved by up to `max_shift` pixels along each axis; its border is filled with background."""
+    count, _, height, width = images.shape
+    padded = functional.pad(images, (max_shift,) * 4, value=images.min().item())
+    y, x = torch.randint(2 * max_shift + 1, (2, count, 1), generator=generator)
+    rows, columns = y + torch.arange(height), x + torch.arange(width)
+    return padded[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
+
+
+def transform(images: Tensor, poses: Tensor) -> Tensor:
+    """Image i under the group element number poses[i]."""
+    out = torch.empty_like(images)
+    for index, g in enumerate(D8.elements):
+        out[poses == index] = act_on_image(images[poses == index], g)
+    return out
+
+
+# ---------------------------------------------------------------------- training
+
+
+def create_model(name: str, config: DemoConfig) -> nn.Module:
+    """One of `MODELS`, all of the same size."""
+    # Layer scale is for deep models: it would slow down these few steps.
+    arguments: dict[str, Any] = {
+        "img_size": config.image_size,
+        "patch_size": config.patch_size,
+        "in_chans": 1,
+        "num_classes": CLASSES,
+        "embed_dim": config.width,
+        "depth": config.depth,
+        "num_heads": config.heads,
+        "global_pool": "avg",
+        "init_values": None,
+    }
+    if name == "ViT":
+        return quickvit.create_baseline("tiny", **arguments)
+    return timm.create_model(f"quickvit_{name}_tiny_patch16_224", **arguments)
+
+
+def train(name: str, digits: Digits, config: DemoConfig) -> Trained:
+    """Train one model; everything random is a function of the seed and the epoch or step."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = create_model(name, config)
+    optimizer = create_optimizer_v2(
+        model, opt="adamw", lr=config.learning_rate, weight_decay=config.weight_decay
+    )
+    count, steps = len(digits.train_labels), len(digits.train_labels) // config.batch_size
+    if not steps:
+        raise ValueError(f"batch_size must be at most the {count} training images, got {config.batch_size}")
+    curve: list[float] = []
+    seconds = 0.0
+    with tqdm(total=config.epochs * steps, desc=f"training {name:>3}", unit="step") as bar:
+        for epoch in range(config.epochs):
+            start = time.perf_counter()
+            model.train()
+            order = torch.randperm(count, generator=_random(config.seed, "order", epoch))
+            for i, batch in enumerate(order[: steps * config.batch_size].split(config.batch_size)):
+                step = epoch * steps + i
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(step, steps, config)
+                images = digits.train_images[batch]
+                images = shift(images, config.max_shift, _random(config.seed, "shift", step))
+                loss = functional.cross_entropy(
+                    model(images), digits.train_labels[batch], label_smoothing=config.label_smoothing
+                )
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                bar.update()
+            seconds += time.perf_counter() - start
+            curve.append(_accuracy(predict(model, digits.test_images), digits.test_labels))
+            bar.set_postfix_str(f"test accuracy {curve[-1]:.1%}")
+    return Trained(model.eval(), curve, seconds)
+
+
+def learning_rate(step: int, steps_per_epoch: int, config: DemoConfig) -> float:
+    """Linear warm-up, then half a cosine down to zero."""
+    warmup, total = config.warmup_epochs * steps_per_epoch, config.epochs * steps_per_epoch
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    return config.learning_rate * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup))) / 2
+
+
+def _random(*key: Any) -> torch.Generator:
+    """A generator that is a function of its key alone."""
+    digest = zlib.crc32(repr(key).encode())
+    return torch.Generator().manual_seed(digest)
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+@torch.inference_mode()
+def predict(model: nn.Module, images: Tensor) -> Tensor:
+    """The class that the model gives each image."""
+    model.eval()
+    return torch.cat([model(batch).argmax(-1) for batch in images.split(BATCH_FOR_SPEED)])
+
+
+def measure_throughput(models: dict[str, nn.Module], images: Tensor, rounds: int = 9) -> dict[str, float]:
+    """Images per second of each model: the median of some rounds in which the models take turns."""
+    batch = images[torch.arange(BATCH_FOR_SPEED) % len(images)]
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(rounds + 1):
+        for name, model in models.items():
+            start = time.perf_counter()
+            predict(model, batch)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: len(batch) / statistics.median(values[1:]) for name, values in seconds.items()}
+
+
+def count_macs(model: nn.Module, config: DemoConfig) -> int:
+    """Multiplications of the matrix products in one forward pass of one image."""
+    image = torch.zeros(1, 1, config.image_size, config.image_size)
+    # Attention as plain products: not every fused attention has a FLOP formula in every release of PyTorch.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model.eval()(image)
+    return counter.get_total_flops() // 2
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware, as the results depend on them."""
+    packages = ("torch", "timm", "scikit-learn", "matplotlib")
+    return {
+        "versions": {
+            "quickvit": quickvit.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in packages},
+        },
+        "hardware": f"{platform.platform()}, {os.cpu_count()} CPU cores ({torch.backends.cpu.get_cpu_capability()})",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _accuracy(predictions: Tensor, labels: Tensor) -> float:
+    return (predictions == labels).double().mean().item()
+
+
+def _confusion(predictions: Tensor, labels: Tensor) -> Tensor:
+    """How many images of each class (row) were given each class (column)."""
+    return torch.bincount(labels * CLASSES + predictions, minlength=CLASSES**2).view(CLASSES, CLASSES)
+
+
+def _lookalikes(
+    pair: tuple[int, int], by: str, predictions: dict[str, Tensor], labels: Tensor
+) -> dict[str, Any]:
+    """How many images of two classes each model took for the other of the two."""
+    a, b = pair
+    counts = {name: _confusion(p, labels) for name, p in predictions.items()}
+    confused = {name: int(c[a, b] + c[b, a]) for name, c in counts.items()}
+    images = int(((labels == a) | (labels == b)).sum())
+    return {"pair": list(pair), "by": by, "images": images, "confused": confused}

@@ -1,0 +1,1 @@
+"""Figures and tables of what the models do."""

@@ -1,0 +1,262 @@
+"""Whole models: what each family promises, in every mode, size and precision."""
+
+import shutil
+from functools import partial
+
+import pytest
+import timm
+import torch
+
+from quickvit import QuickVisionTransformer, act_on_image
+from quickvit.group import D8, act_on_tokens
+from quickvit.layers import INVARIANTS, OcticLinear
+from quickvit.models import FAMILIES
+from quickvit.testing import assert_equivariant, assert_invariant, equivariance_error, randomize
+
+INVARIANT_FAMILIES = [name for name, family in FAMILIES.items() if family.invariant]
+TINY = {"embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 7, "patch_size": 4, "init_values": 1.0}
+
+
+def tiny(family, **options):
+    return randomize(QuickVisionTransformer(**{**TINY, "img_size": 16, "family": family, **options}))
+
+
+def images(model, *size, batch=4, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, model.in_chans, *(size or model.img_size), generator=generator).to(dtype)
+
+
+def assert_promises(model, x, function=None):
+    """Steerable tokens before the break are equivariant, and the output invariant where the family says so."""
+    group = model.group
+    act_in = partial(act_on_image, group=group)
+    grid = (x.shape[-2] // model.patch_size, x.shape[-1] // model.patch_size)
+
+    def act_out(tokens, g):
+        return act_on_tokens(tokens, g, grid, group, prefix=model.num_prefix_tokens)
+
+    assert_equivariant(lambda x: model.forward_steerable(x).tokens, x, act_in, act_out, group)
+    if model.family in INVARIANT_FAMILIES:
+        assert_invariant(function or model, x, act_in, group)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [224, 96])
+def test_promises_of_the_named_models(family, size, dtype):
+    model = timm.create_model(f"quickvit_{family}_tiny_patch16_224", img_size=size, depth=4, init_values=1.0)
+    model = randomize(model).to(dtype).eval()
+    with torch.no_grad():
+        assert_promises(model, images(model, batch=2, dtype=dtype))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [(52, 52), (40, 56), (56, 40)])
+@pytest.mark.parametrize("extras", [{}, {"reg_tokens": 3}, {"class_token": False, "global_pool": "avg"}])
+def test_promises_on_odd_and_oblong_grids(family, size, extras):
+    """13×13 and 10×14 grids, with registers, and without a class token."""
+    model = tiny(family, dynamic_img_size=True, **extras).double().eval()
+    with torch.no_grad():
+        assert_promises(model, images(model, *size))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_promises_of_a_model_for_oblong_images(family):
+    model = tiny(family, img_size=(40, 56)).double().eval()
+    with torch.no_grad():
+        assert_promises(model, images(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_promises_in_training(family):
+    model = tiny(family, drop_path_rate=0.3, attn_drop_rate=0.0).double().train()
+    x = images(model, batch=8)
+
+    def seeded(function, x):
+        torch.manual_seed(0)
+        return function(x)
+
+    forward_steerable, forward = model.forward_steerable, model.forward
+    model.forward_steerable = partial(seeded, forward_steerable)
+    assert_promises(model, x, partial(seeded, forward))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_promises_after_a_hundred_steps(family):
+    torch.manual_seed(0)
+    model = tiny(family, reg_tokens=1, drop_path_rate=0.1).double()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(100):
+        optimiser.zero_grad()
+        x, target = torch.randn(4, 3, 16, 16, dtype=torch.float64), torch.randint(7, (4,))
+        torch.nn.functional.cross_entropy(model(x), target).backward()
+        optimiser.step()
+    with torch.no_grad():
+        assert_promises(model.eval(), images(model))
+
+
+@pytest.mark.parametrize("invariant", INVARIANTS)
+@pytest.mark.parametrize("family", INVARIANT_FAMILIES)
+def test_promises_of_every_invariant(family, invariant):
+    model = tiny(family, invariant=invariant).double().eval()
+    with torch.no_grad():
+        assert_promises(model, images(model))
+
+
+@pytest.mark.parametrize("octic_depth", [0, 1, 4])
+@pytest.mark.parametrize("family", ["i8", "h8", "h2"])
+def test_promises_at_every_depth(family, octic_depth):
+    model = tiny(family, octic_depth=octic_depth).double().eval()
+    with torch.no_grad():
+        assert_promises(model, images(model))
+
+
+def test_hybrids_do_not_promise_invariance():
+    """The assertion is sharp: the same test must fail where equivariance is broken."""
+    model = tiny("h8").double().eval()
+    with torch.no_grad():
+        errors = equivariance_error(model, images(model), act_on_image, lambda y, g: y)
+    assert all(error > 0.1 for g, error in errors.items() if g != D8.identity)
+
+
+@pytest.mark.parametrize(
+    "path", ["patch_embed", "blocks.0.attn.qkv", "blocks.1.mlp.fc1", "blocks.0.norm1", "pos_embed"]
+)
+def test_one_broken_part_breaks_the_promise(path):
+    """Each part in turn adds its input-independent mistake to A2, which no invariant may see."""
+    model = tiny("i8").double().eval()
+    part = model.get_submodule(path)
+    forward = part.forward if not isinstance(part, OcticLinear) else part.product
+    name = "product" if isinstance(part, OcticLinear) else "forward"
+
+    def broken(*args, **kwargs):
+        y = forward(*args, **kwargs).clone()
+        y[..., y.shape[-1] // 8] += 0.3
+        return y
+
+    setattr(part, name, broken)
+    x = images(model)
+    with torch.no_grad():
+        errors = equivariance_error(model, x, act_on_image, lambda y, g: y)
+    assert max(errors.values()) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("d8", torch.float32), ("i8", torch.float64), ("h8", torch.float32), ("h2", torch.float64)],
+)
+def test_compiled_models_compute_the_same(family, dtype):
+    model = tiny(family, depth=2, reg_tokens=1).to(dtype)
+    x = images(model, dtype=dtype)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    loss = compiled(x).square().mean()
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+        if family in INVARIANT_FAMILIES:
+            assert_invariant(compiled, x, act_on_image, D8)
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    for actual, wanted in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="TorchInductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_inductor_keeps_the_promise():
+    model = tiny("i8", depth=2).eval()
+    x = images(model, dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)
+        assert_invariant(compiled, x, act_on_image, D8)
+
+
+def test_exported_models_compute_the_same():
+    model = tiny("i8").eval()
+    x = images(model, dtype=torch.float32)
+    program = torch.export.export(model, (x,))
+    torch.testing.assert_close(program.module()(x), model(x))
+
+
+def test_export_in_standard_operators():
+    from quickvit.ops import plain
+
+    model = tiny("h8").eval()
+    x = images(model, dtype=torch.float32)
+    with plain():
+        program = torch.export.export(model, (x,))
+    assert not [n for n in program.graph.nodes if "quickvit" in str(n.target)]
+    torch.testing.assert_close(program.module()(x), model(x), atol=1e-5, rtol=1e-5)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    model = tiny("i8").double()
+    x = images(model)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    model.set_grad_checkpointing()
+    for a, b in zip(torch.autograd.grad(model(x).sum(), list(model.parameters())), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_masked_patches_are_hidden_and_keep_the_symmetry():
+    model = tiny("i8", mask_token=True).double().eval()
+    x = images(model)
+    mask = torch.zeros(4, 4, 4, dtype=torch.bool)
+    mask[:, :2, 1:3] = True
+    hidden = x.clone()
+    hidden[..., :8, 4:12] = 0
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model.forward_features(x, mask.flatten(1)), model.forward_features(hidden, mask.flatten(1))
+        )
+        for g in D8.elements:
+            moved = model.forward_features(act_on_image(x, g), act_on_image(mask, g).flatten(1))
+            torch.testing.assert_close(moved[:, 0], model.forward_features(x, mask.flatten(1))[:, 0])
+    with pytest.raises(ValueError, match="mask_token"):
+        tiny("i8").forward_features(x.float(), mask.flatten(1))
+
+
+def test_free_lift_is_the_hybrids_ablation():
+    model = tiny("h8", lift="free").double().eval()
+    x = images(model)
+    with torch.no_grad(), pytest.raises(AssertionError, match="not equivariant"):
+        assert_promises(model, x)
+
+
+def test_autocast_runs_forward_and_backward():
+    model = tiny("i8")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(images(model, dtype=torch.float32)).float().square().mean()
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"embed_dim": 36}, "36"),
+        ({"num_heads": 3}, "num_heads 3"),
+        ({"img_size": 18}, "18×18"),
+        ({"family": "d9"}, "d9"),
+        ({"invariant": "spectrum"}, "spectrum"),
+        ({"octic_depth": 9}, "9"),
+        ({"family": "d8", "octic_depth": 2}, "use i8"),
+        ({"family": "i8", "lift": "free"}, "free lift"),
+        ({"lift": "square"}, "square"),
+        ({"global_pool": "max"}, "max"),
+        ({"class_token": False}, "class_token"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        QuickVisionTransformer(**{**TINY, "img_size": 16, "family": "i8", **options})
+
+
+def test_wrong_images_are_named():
+    model = tiny("h8")
+    with pytest.raises(ValueError, match="20×20 pixels, expected 16×16"):
+        model(torch.randn(1, 3, 20, 20))
+    dynamic = tiny("h8", dynamic_img_size=True)
+    with pytest.raises(ValueError, match="18×16"):
+        dynamic(torch.randn(1, 3, 18, 16))
