@@ -25,8 +25,6 @@ def octic_attention(
     """
     if not fused(qkv, layout.group):
         return definition(qkv, heads, layout, bias, dropout=dropout)
-    if bias is not None:
-        bias = bias.to(qkv.dtype)
     if not dropout and _reads_packed(qkv, heads):
         return _attention(qkv, bias, heads)[0]
     q, k, v = (t.transpose(1, 2) for t in _split_heads(qkv, bias, heads))
@@ -38,7 +36,8 @@ def definition(
     qkv: Tensor, heads: int, layout: Layout, bias: Tensor | None = None, *, dropout: float = 0.0
 ) -> Tensor:
     """The same with `scaled_dot_product_attention`, the channels copied into heads and back."""
-    pieces = [qkv[..., b.slice].unflatten(-1, (3, heads, -1)) for b in layout.blocks]
+    blocks = qkv.split([block.width for block in layout.blocks], dim=-1)
+    pieces = [block.unflatten(-1, (3, heads, -1)) for block in blocks]
     if bias is not None:
         pieces[0] = pieces[0] + bias.unflatten(0, (3, heads, -1))
     q, k, v = torch.cat(pieces, dim=-1).permute(2, 0, 3, 1, 4)

@@ -18,8 +18,6 @@ def octic_gelu(x: Tensor, bias: Tensor | None = None, group: DihedralGroup = D8)
     """GELU of a packed tensor [..., C], after adding `bias` [C/|G|] to A1."""
     if is_plain():
         return definition(x, bias, group)
-    if bias is not None:
-        bias = bias.to(x.dtype)
     return _gelu(x.flatten(0, -2), bias, group.order).view(x.shape)
 
 
@@ -38,7 +36,7 @@ def _gelu(x: Tensor, bias: Tensor | None, order: int) -> Tensor:
 
         return gelu_forward(x, bias)
     if bias is not None:
-        x = x + functional.pad(bias, (0, x.shape[-1] - bias.shape[0]))
+        x = x + functional.pad(bias.to(x.dtype), (0, x.shape[-1] - bias.shape[0]))
     q = packed_fourier_matrix(DihedralGroup(order)).to(x)
     y = torch.empty_like(x)
     for source, target in _chunks(order, x, y):
@@ -54,7 +52,7 @@ def _gelu_grad(grad: Tensor, x: Tensor, bias: Tensor | None, order: int) -> Tens
 
         return gelu_backward(grad, x, bias)
     if bias is not None:
-        x = x + functional.pad(bias, (0, x.shape[-1] - bias.shape[0]))
+        x = x + functional.pad(bias.to(x.dtype), (0, x.shape[-1] - bias.shape[0]))
     q = packed_fourier_matrix(DihedralGroup(order)).to(x)
     result = torch.empty_like(x)
     for g, source, target in _chunks(order, grad, x, result):

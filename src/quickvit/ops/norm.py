@@ -24,7 +24,7 @@ def octic_layer_norm(
     """
     if not fused(x, layout.group):
         return definition(x, gain, shift, eps, layout, pair_weight=pair_weight)
-    y, _ = _norm(x.flatten(0, -2), gain.float(), shift.float(), eps, pair_weight, _output_dtype(x))
+    y, _ = _norm(x.flatten(0, -2), gain, shift, eps, pair_weight, _output_dtype(x))
     return y.view(x.shape)
 
 
@@ -52,11 +52,11 @@ def octic_residual_norm(
     z, y, _ = _residual_norm(
         x.flatten(0, -2),
         branch.flatten(0, -2),
-        None if bias is None else bias.float(),
-        None if scale is None else scale.float(),
-        None if sample_scale is None else sample_scale.float(),
-        gain.float(),
-        shift.float(),
+        bias,
+        scale,
+        sample_scale,
+        gain,
+        shift,
         eps,
         pair_weight,
         _output_dtype(x),

@@ -1,0 +1,151 @@
+"""The fused operators on a CUDA device: errors against float64, whole models, compilation and CUDA graphs."""
+
+import pytest
+import torch
+
+from quickvit import QuickVisionTransformer, act_on_image
+from quickvit.group import Layout
+from quickvit.ops import attention, gelu, linear, norm, plain
+from quickvit.testing import assert_invariant, randomize
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),
+]
+DEVICE = "cuda"
+# Width, heads and tokens: heads of 64 read packed channels, those of 80 and 104 go through a copy.
+SHAPES = [(64, 2, 1), (1024, 16, 197), (1280, 16, 257), (1664, 16, 33), (512, 8, 1023)]
+
+
+def cases(width, heads, tokens, dtype):
+    """Each operator with its definition and fresh inputs."""
+    layout, qkv_layout = Layout(width), Layout(3 * width)
+    m = layout.copies
+
+    def randn(*shape):
+        return torch.randn(*shape, device=DEVICE).to(dtype)
+
+    def residual_definition(x, branch, bias, scale, gain, shift):
+        z = norm.residual(x, branch, layout, bias=bias, scale=scale)
+        return z + norm.definition(z, gain, shift, 1e-6, layout)
+
+    def residual_fused(x, branch, bias, scale, gain, shift):
+        return sum(norm.octic_residual_norm(x, branch, gain, shift, 1e-6, layout, bias=bias, scale=scale))
+
+    x = randn(2, tokens, width)
+    return {
+        "linear": (
+            linear.octic_linear,
+            linear.definition,
+            [x, randn(4, 3 * m, m) / 8, randn(1, 6 * m, 2 * m) / 8, randn(3 * m)],
+        ),
+        "gelu": (gelu.octic_gelu, gelu.definition, [x, randn(m)]),
+        "norm": (
+            lambda x, g, s: norm.octic_layer_norm(x, g, s, 1e-6, layout),
+            lambda x, g, s: norm.definition(x, g, s, 1e-6, layout),
+            [x + 1, randn(layout.gains), randn(m)],
+        ),
+        "residual norm": (
+            residual_fused,
+            residual_definition,
+            [x, randn(*x.shape), randn(m), randn(layout.gains), randn(layout.gains), randn(m)],
+        ),
+        "attention": (
+            lambda q, b: attention.octic_attention(q, heads, qkv_layout, b),
+            lambda q, b: attention.definition(q, heads, qkv_layout, b),
+            [randn(2, tokens, 3 * width), randn(3 * m)],
+        ),
+    }
+
+
+def relative(actual, reference):
+    """Relative error, on the scale of the reference's own size."""
+    assert actual.isfinite().all()
+    return ((actual.double() - reference).norm() / reference.norm().clamp_min(1e-6)).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["linear", "gelu", "norm", "residual norm", "attention"])
+def test_error_is_at_most_twice_that_of_the_definition(name, shape, dtype):
+    torch.manual_seed(0)
+    fused, definition, tensors = cases(*shape, dtype)[name]
+    results = []
+    grad = None
+    for function, cast in ((definition, torch.float64), (fused, dtype), (definition, dtype)):
+        leaves = [t.detach().to(cast).requires_grad_() for t in tensors]
+        out = function(*leaves)
+        grad = torch.randn_like(out) if grad is None else grad
+        results.append([out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
+    reference, ours, theirs = results
+    floor = 4 * torch.finfo(dtype).eps
+    for exact, a, b in zip(reference, ours, theirs, strict=True):
+        assert relative(a, exact) <= 2 * relative(b, exact) + floor
+
+
+@pytest.mark.parametrize("name", ["linear", "gelu", "norm", "residual norm", "attention"])
+def test_operators_take_strided_input(name):
+    fused, _, tensors = cases(1024, 16, 197, torch.bfloat16)[name]
+    x, *rest = tensors
+    wide = torch.cat([x, x], dim=1)[:, ::2]
+    torch.testing.assert_close(fused(wide, *rest), fused(wide.contiguous(), *rest))
+
+
+def model(family, **options):
+    options = {"embed_dim": 256, "num_heads": 4, "depth": 4, "img_size": 64, "num_classes": 10, **options}
+    return randomize(QuickVisionTransformer(family=family, init_values=1.0, **options)).to(DEVICE)
+
+
+@pytest.mark.parametrize("family", ["d8", "i8", "h8"])
+def test_fused_models_compute_what_plain_ones_do(family):
+    net = model(family, drop_path_rate=0.2)
+    x = torch.randn(8, 3, 64, 64, device=DEVICE)
+
+    def step():
+        torch.manual_seed(0)
+        out = net(x)
+        return out, torch.autograd.grad(out.square().mean(), list(net.parameters()))
+
+    out, grads = step()
+    with plain():
+        expected, wanted = step()
+    assert relative(out, expected.double()) < 1e-5
+    for a, b in zip(grads, wanted, strict=True):
+        assert relative(a, b.double()) < 1e-3
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_training_under_autocast(mode):
+    net = model("i8")
+    x = torch.randn(8, 3, 64, 64, device=DEVICE)
+    compiled = torch.compile(net, fullgraph=True, mode=mode)
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        net.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = compiled(x).float().square().mean()
+        loss.backward()
+    actual = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    with torch.autocast("cuda", torch.bfloat16):
+        net(x).float().square().mean().backward()
+    errors = [relative(a, p.grad.double()) for a, p in zip(actual, net.parameters(), strict=True)]
+    assert sorted(errors)[len(errors) // 2] < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_invariance_on_the_gpu(dtype):
+    net = model("i8").to(dtype).eval()
+    x = torch.randn(8, 3, 64, 64, device=DEVICE, dtype=dtype)
+    with torch.no_grad():
+        assert_invariant(net, x, act_on_image, tolerance=1e-4 if dtype == torch.float32 else 0.2)
+
+
+def test_gradient_checkpointing_on_the_gpu():
+    net = model("h8")
+    x = torch.randn(4, 3, 64, 64, device=DEVICE)
+    expected = torch.autograd.grad(net(x).sum(), list(net.parameters()))
+    net.set_grad_checkpointing()
+    for a, b in zip(torch.autograd.grad(net(x).sum(), list(net.parameters())), expected, strict=True):
+        torch.testing.assert_close(a, b)
