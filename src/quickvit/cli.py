@@ -1,4 +1,4 @@
-"""The command `quickvit`: list, describe and verify models, embed images, run the demo."""
+"""The command `quickvit`: list, describe, verify and time models, embed images, run the demo."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,7 +20,12 @@ from timm.models import is_model_in_modules
 from timm.models.vision_transformer import VisionTransformer
 
 from quickvit import __version__
+from quickvit.bench import suite
 from quickvit.bench.flops import BASELINE, Cost, Part, count, variants
+from quickvit.bench.models import RECIPES
+from quickvit.bench.record import write
+from quickvit.bench.table import table
+from quickvit.bench.timing import COMPILE
 from quickvit.evaluate import embed_images, find_images, input_size, verify_symmetry
 from quickvit.models import QuickVisionTransformer
 from quickvit.models.checkpoints import load_weights, read_checkpoint, restore
@@ -37,8 +43,11 @@ NOTHING = "–"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code: 0 good, 1 a check failed, 2 wrong arguments or files."""
+    argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
     name = arguments.subcommand
+    if name == "bench":
+        arguments.bench.command = shlex.join(["quickvit", *argv])
     try:
         return COMMANDS[name](arguments[name])
     except BrokenPipeError:
@@ -181,11 +190,33 @@ def demo(arguments: Namespace) -> int:
     return 0
 
 
+def bench(arguments: Namespace) -> int:
+    """Measure ours and timm's ViT of the same size side by side: time, memory, floors."""
+    name = arguments.subcommand
+    options = arguments[name].as_dict()
+    given = {REQUEST.get(key, key): value for key, value in options.items() if key not in ("json", "out")}
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    request = suite.Request(**{**given, "device": _device(options.get("device"))})
+    record = suite.run(name, request, arguments.command)
+    if options["out"] is not None:
+        write(record.as_dict(), options["out"])
+    if options["json"]:
+        _print_json(record.as_dict())
+    else:
+        header, cells = table(record.rows, suite.BENCHMARKS[name].columns)
+        _print_table(header, [[NOTHING if cell is None else cell for cell in row] for row in cells])
+        for dtype, reached in record.ceilings.items():
+            rates = f"{reached.bytes_per_s / 1e9:.4g} GB/s, {reached.flops_per_s / 1e12:.3g} TFLOP/s"
+            print(f"\nceilings in {dtype}: copy and matrix product reach {rates}")
+    return 1 if record.rows and all(row.failure for row in record.rows) else 0
+
+
 COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "models": models,
     "info": info,
     "verify": verify,
     "embed": embed,
+    "bench": bench,
     "demo": demo,
 }
 
@@ -225,9 +256,55 @@ def _parser() -> ArgumentParser:
 
     subcommands = parser.add_subcommands()
     for name, command in COMMANDS.items():
-        parsers[name].add_argument("--json", action="store_true", help="print JSON")
+        if name != "bench":
+            parsers[name].add_argument("--json", action="store_true", help="print JSON")
         subcommands.add_subcommand(name, parsers[name], help=command.__doc__)
+    _add_benchmarks(parsers["bench"])
     return parser
+
+
+SIZED = ("block", "model", "train", "memory", "ops")
+WHOLE = ("model", "train", "memory")
+LAYERS = ("linear", "gelu", "flops")
+MEASURED = tuple(name for name in suite.BENCHMARKS if name != "flops")
+# Options of the benchmarks, and which have them.
+BENCH_OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "--sizes": (SIZED, {"nargs": "+", "help": "tiny … 22b; base on a CPU, large and huge on a GPU"}),
+    "--patch": (SIZED, {"type": int, "help": "16 up to large, else 14"}),
+    "--img-size": (SIZED, {"type": int, "default": 224, "help": "side of the images"}),
+    "--depth": (WHOLE, {"type": int, "help": "fewer blocks"}),
+    "--families": (("block", *WHOLE), {"nargs": "+", "help": "d8, h8, i8, h2, beside timm's ViT"}),
+    "--recipe": (("train",), {"choices": list(RECIPES), "default": RECIPES[0], "help": "whose crops"}),
+    "--views": (
+        ("model",),
+        {"type": bool, "default": True, "help": "compare with a ViT averaged over eight views"},
+    ),
+    "--widths": (LAYERS, {"nargs": "+", "type": int, "help": "numbers of channels"}),
+    "--tokens": (LAYERS, {"type": int, "help": "of an image; 196, in flops 197"}),
+    "--batch": (MEASURED, {"type": int, "help": "images; 8 on a CPU, 64 on a GPU, in gelu 32"}),
+    "--dtype": (MEASURED, {"nargs": "+", "choices": list(suite.DTYPES), "help": "one or several"}),
+    "--compile": (
+        ("block", *WHOLE, "gelu"),
+        {"choices": list(COMPILE), "help": "none on a CPU, else default"},
+    ),
+    "--device": (MEASURED, {"help": "cuda where there is one, else cpu"}),
+    "--threads": (MEASURED, {"type": int, "help": "of PyTorch on the CPU"}),
+    "--repeats": (MEASURED, {"type": int, "help": "rounds; 5 on a CPU, 20 on a GPU"}),
+}
+# Options with another name in `suite.Request`.
+REQUEST = {"dtype": "dtypes"}
+
+
+def _add_benchmarks(parser: ArgumentParser) -> None:
+    subcommands = parser.add_subcommands()
+    for name, benchmark in suite.BENCHMARKS.items():
+        inner = ArgumentParser(description=benchmark.run.__doc__)
+        for option, (names, settings) in BENCH_OPTIONS.items():
+            if name in names:
+                inner.add_argument(option, **settings)
+        inner.add_argument("--json", action="store_true", help="print JSON")
+        inner.add_argument("--out", help="JSON file to write, with hardware and versions")
+        subcommands.add_subcommand(name, inner, help=benchmark.run.__doc__)
 
 
 # ---------------------------------------------------------------------- models

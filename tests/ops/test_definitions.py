@@ -74,7 +74,7 @@ def test_gelu_works_in_chunks(monkeypatch):
 
     x = torch.randn(37, 16)
     whole = octic_gelu(x)
-    monkeypatch.setattr(gelu, "_CHUNK_ELEMENTS", 5 * 16)
+    monkeypatch.setattr(gelu, "_STEP_ELEMENTS", 5 * 16)
     torch.testing.assert_close(octic_gelu(x), whole)
 
 

@@ -1,0 +1,294 @@
+"""Whole models and single blocks, ours and timm's standard ViT of the same size in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quickvit.bench import work
+from quickvit.bench.flops import BASELINE, Variant
+from quickvit.bench.memory import build_and_weigh
+from quickvit.bench.table import Row, dtype_name, timed_rows, with_memory
+from quickvit.bench.timing import Case, Failure, Job, Settings, attempt, measure, release
+from quickvit.bench.work import Ceilings, Shape, Storage
+from quickvit.group import D8, act_on_image
+from quickvit.models import FAMILIES
+
+RECIPES = ("deit3", "dinov2")
+# DINOv2's crops of an image: how many, and their side as a share of the largest.
+DINOV2_CROPS = ((2, 1.0), (8, 96 / 224))
+VIEWS = "vit, mean of 8 views"
+
+
+class EightViews(nn.Module):
+    """An invariant answer from any model: the mean over the eight transformed images."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images [B, 3, N, N] → logits [B, classes]."""
+        views = torch.cat([act_on_image(x, g) for g in D8.elements])
+        mean: Tensor = self.model(views).unflatten(0, (D8.order, -1)).mean(0)
+        return mean
+
+
+# ---------------------------------------------------------------------- benchmarks
+
+
+def bench_models(
+    settings: Settings,
+    ceilings: Ceilings,
+    shapes: Sequence[Shape],
+    families: Sequence[str],
+    *,
+    views: bool = True,
+) -> list[Row]:
+    """Forward passes of whole models, without gradients; on a GPU also their peak memory.
+
+    With `views`, the invariant families are also compared with a ViT that is averaged over the eight views.
+    """
+    names = _names(families)
+    rows = []
+    for shape in shapes:
+        peaks: dict[str, int] = {}
+
+        def build(name: str, shape: Shape = shape, peaks: dict[str, int] = peaks) -> Job:
+            job = partial(_inference, partial(_create, name, shape, settings), shape, settings)
+            # A CUDA graph keeps its memory between calls, where the allocator does not see it used.
+            if not settings.cuda or settings.compile == "reduce-overhead":
+                return job()
+            result, peaks[name] = build_and_weigh(job, settings.device)
+            return result
+
+        storage = Storage.inference(settings.dtype)
+        cases = [
+            Case(n, partial(build, n), _work(shape, n, settings.batch, storage), settings.batch)
+            for n in names
+        ]
+        invariant = [c for c in cases if c.name != BASELINE and FAMILIES[c.name].invariant]
+        answers: list[Case] = []
+        if views and invariant:
+            steps = _work(shape, BASELINE, D8.order * settings.batch, storage)
+            answers = [Case(VIEWS, partial(_views, shape, settings), steps, settings.batch)]
+        outcomes = measure([*cases, *answers], settings, shape.label)
+        timed = timed_rows(f"{shape.label} forward", cases, outcomes, settings, ceilings)
+        rows += with_memory(timed, peaks)
+        if answers:
+            label = f"{shape.label} invariant answer"
+            rows += timed_rows(label, [*answers, *invariant], outcomes, settings, ceilings)
+    return rows
+
+
+def bench_training(
+    settings: Settings,
+    ceilings: Ceilings,
+    shapes: Sequence[Shape],
+    families: Sequence[str],
+    *,
+    recipe: str = "deit3",
+) -> list[Row]:
+    """Forward and backward passes of whole models in the shapes of a recipe; below float32 with autocast.
+
+    deit3: one image at a time. dinov2: the student on two large and eight small crops of an image, without
+    teacher and heads.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"unknown recipe {recipe!r}; expected one of {', '.join(RECIPES)}")
+    rows = []
+    for shape in shapes:
+        crops = [(1, shape)] if recipe == "deit3" else _dinov2_crops(shape)
+        cases = []
+        for name in _names(families):
+            steps = [
+                step
+                for copies, crop in crops
+                for step in _work(
+                    crop, name, copies * settings.batch, Storage.training(settings.dtype), backward=True
+                )
+            ]
+            build = partial(_training, name, shape, crops, settings)
+            cases.append(Case(name, build, steps, settings.batch))
+        label = f"{shape.label} {recipe}"
+        outcomes = measure(cases, settings, label)
+        rows += timed_rows(f"{label} forward + backward", cases, outcomes, settings, ceilings)
+    return rows
+
+
+def bench_blocks(
+    settings: Settings, ceilings: Ceilings, shapes: Sequence[Shape], families: Sequence[str]
+) -> list[Row]:
+    """One transformer block: forward without gradients, and forward + backward as in training."""
+    rows = []
+    for shape in shapes:
+        for backward in (False, True):
+            storage = (Storage.training if backward else Storage.inference)(settings.dtype)
+            cases = []
+            for name in _names(families):
+                group = None if name == BASELINE else FAMILIES[name].group
+                steps = work.block(
+                    shape.dims, settings.batch, shape.tokens, storage, group, backward=backward
+                )
+                build = partial(_block_training if backward else _block_inference, name, shape, settings)
+                cases.append(Case(name, build, steps, settings.batch))
+            label = f"{shape.label} block forward{' + backward' if backward else ''}"
+            rows += timed_rows(label, cases, measure(cases, settings, label), settings, ceilings)
+    return rows
+
+
+def bench_memory(settings: Settings, shapes: Sequence[Shape], families: Sequence[str]) -> list[Row]:
+    """Peak memory of a forward pass without gradients, each model alone on the device."""
+    if settings.compile == "reduce-overhead":
+        raise ValueError(
+            "a CUDA graph keeps its memory between calls; measure memory with --compile none or default, "
+            "not reduce-overhead"
+        )
+    if not settings.cuda and settings.compile != "none":
+        raise ValueError(
+            "memory on a CPU is followed from operator to operator, which compiled code does not show; "
+            f"measure it with --compile none, not {settings.compile}"
+        )
+    rows = []
+    for shape in shapes:
+        peaks: dict[str, int] = {}
+        shape_rows = []
+        for name in _names(families):
+            build = partial(_inference, partial(_create, name, shape, settings), shape, settings)
+            # The job is dropped at once, so that the next model is alone again.
+            peak = attempt(partial(_peak, build, settings))
+            release(settings)
+            failure = peak.reason if isinstance(peak, Failure) else None
+            if not isinstance(peak, Failure):
+                peaks[name] = peak
+            label = f"{shape.label} inference"
+            shape_rows.append(Row(label, name, dtype_name(settings), failure=failure))
+        rows += with_memory(shape_rows, peaks)
+    return rows
+
+
+# ---------------------------------------------------------------------- jobs
+
+
+def _inference(create: Callable[[], nn.Module], shape: Shape, settings: Settings) -> Job:
+    module = create().to(settings.dtype).eval()
+    images = _images(settings.batch, shape, settings).to(settings.dtype)
+    return _forward(module, images, settings)
+
+
+def _forward(module: nn.Module, x: Tensor, settings: Settings) -> Job:
+    step = settings.compiled(module)
+
+    def job() -> Tensor:
+        settings.begin_step()
+        with torch.no_grad():
+            return step(x)
+
+    return job
+
+
+def _views(shape: Shape, settings: Settings) -> Job:
+    return _inference(lambda: EightViews(_create(BASELINE, shape, settings)), shape, settings)
+
+
+def _training(name: str, shape: Shape, crops: Sequence[tuple[int, Shape]], settings: Settings) -> Job:
+    # Several sizes of images go through one model, so its positions are resized.
+    model = _create(name, shape, settings, **({"dynamic_img_size": True} if len(crops) > 1 else {})).train()
+    batches = [_images(copies * settings.batch, crop, settings) for copies, crop in crops]
+    labels = [torch.randint(work.CLASSES, (len(images),), device=settings.device) for images in batches]
+    step = settings.compiled(model)
+
+    def job() -> None:
+        settings.begin_step()
+        with _autocast(settings):
+            losses = [
+                functional.cross_entropy(step(x).float(), y) for x, y in zip(batches, labels, strict=True)
+            ]
+        torch.stack(losses).sum().backward()
+        model.zero_grad(set_to_none=True)
+
+    return job
+
+
+def _block_inference(name: str, shape: Shape, settings: Settings) -> Job:
+    block = _create_block(name, shape, settings).to(settings.dtype).eval()
+    return _forward(block, _tokens(shape, settings).to(settings.dtype), settings)
+
+
+def _block_training(name: str, shape: Shape, settings: Settings) -> Job:
+    block = _create_block(name, shape, settings).train()
+    x, grad = _tokens(shape, settings).requires_grad_(), _tokens(shape, settings)
+    step = settings.compiled(block)
+
+    def job() -> None:
+        settings.begin_step()
+        with _autocast(settings):
+            y = step(x)
+        y.backward(grad)
+        block.zero_grad(set_to_none=True)
+        x.grad = None
+
+    return job
+
+
+def _peak(build: Callable[[], Job], settings: Settings) -> int:
+    return build_and_weigh(build, settings.device)[1]
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def _names(families: Sequence[str]) -> list[str]:
+    """The baseline, then the families."""
+    for family in families:
+        if family != BASELINE and family not in FAMILIES:
+            raise ValueError(f"unknown family {family!r}; expected one of {', '.join(FAMILIES)}")
+    return [BASELINE, *dict.fromkeys(family for family in families if family != BASELINE)]
+
+
+def _create(name: str, shape: Shape, settings: Settings, **options: object) -> nn.Module:
+    """A model with random weights in float32, made on the device."""
+    with torch.device(settings.device):
+        return Variant(name, shape.size, shape.patch).create(
+            img_size=shape.img_size, depth=shape.blocks, **options
+        )
+
+
+def _create_block(name: str, shape: Shape, settings: Settings) -> nn.Module:
+    """The first block of a model, octic in all families."""
+    octic = {} if name == BASELINE else {"octic_depth": 1}
+    model = _create(name, replace(shape, depth=1), settings, **octic)
+    block: nn.Module = model.get_submodule("blocks.0")
+    return block
+
+
+def _work(
+    shape: Shape, name: str, batch: int, storage: Storage, *, backward: bool = False
+) -> list[work.Work]:
+    return work.model(shape, None if name == BASELINE else name, batch, storage, backward=backward)
+
+
+def _images(number: int, shape: Shape, settings: Settings) -> Tensor:
+    return torch.randn(number, work.CHANNELS, shape.img_size, shape.img_size, device=settings.device)
+
+
+def _tokens(shape: Shape, settings: Settings) -> Tensor:
+    return torch.randn(settings.batch, shape.tokens, shape.dims.embed_dim, device=settings.device)
+
+
+def _dinov2_crops(shape: Shape) -> list[tuple[int, Shape]]:
+    """The crops, their sides rounded to whole patches (98 pixels for patches of 14)."""
+    crops = []
+    for copies, share in DINOV2_CROPS:
+        side = max(1, round(shape.img_size * share / shape.patch)) * shape.patch
+        crops.append((copies, replace(shape, img_size=side)))
+    return crops
+
+
+def _autocast(settings: Settings) -> torch.autocast:
+    return torch.autocast(settings.device.type, settings.dtype, enabled=settings.dtype != torch.float32)

@@ -1,0 +1,189 @@
+"""Every benchmark by its name: what it may be asked, and the record that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from quickvit.bench.layers import bench_gelu, bench_linear, count_flops
+from quickvit.bench.models import RECIPES, bench_blocks, bench_memory, bench_models, bench_training
+from quickvit.bench.operators import bench_operators
+from quickvit.bench.record import surroundings
+from quickvit.bench.table import SPEED, Row
+from quickvit.bench.timing import Settings, measure_ceilings, threads
+from quickvit.bench.work import Ceilings, Shape
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Sizes that the literature uses with patches of 16 pixels; the larger ones have 14.
+COARSE = ("tiny", "small", "base", "large")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure; None stands for a default that depends on the benchmark and the device."""
+
+    device: torch.device
+    sizes: tuple[str, ...] | None = None
+    patch: int | None = None
+    img_size: int = 224
+    depth: int | None = None
+    families: tuple[str, ...] | None = None
+    widths: tuple[int, ...] | None = None
+    tokens: int | None = None
+    batch: int | None = None
+    dtypes: tuple[str, ...] | None = None
+    compile: str | None = None
+    recipe: str = RECIPES[0]
+    views: bool = True
+    threads: int | None = None
+    repeats: int | None = None
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.type == "cuda"
+
+    def shapes(self) -> list[Shape]:
+        """The sizes with their patches."""
+        sizes = self.sizes or (("large", "huge") if self.cuda else ("base",))
+        return [
+            Shape(size, self.patch or (16 if size in COARSE else 14), self.img_size, self.depth)
+            for size in sizes
+        ]
+
+    def settings(self, dtype: str, benchmark: Benchmark) -> Settings:
+        """What the competitors share."""
+        if dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
+        return Settings(
+            device=self.device,
+            dtype=DTYPES[dtype],
+            batch=self.batch if self.batch is not None else benchmark.batch if self.cuda else 8,
+            compile=self.compile or ("default" if self.cuda and benchmark.compiles else "none"),
+            repeats=self.repeats if self.repeats is not None else 20 if self.cuda else 5,
+        )
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark: its function, its columns and its defaults on a GPU."""
+
+    run: Callable[[Settings, Ceilings, Request], list[Row]]
+    columns: tuple[str, ...] = SPEED
+    batch: int = 64
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    # Whether the time of its rows needs a floor, and whether it compiles.
+    ceilings: bool = True
+    compiles: bool = True
+
+
+def _model(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
+    """Forward passes of whole models, timm's ViT beside ours."""
+    families = request.families or ("d8", "h8", "i8")
+    return bench_models(settings, ceilings, request.shapes(), families, views=request.views)
+
+
+def _train(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
+    """Forward and backward passes of whole models; below float32 with autocast."""
+    families = request.families or ("d8", "h8", "i8")
+    return bench_training(settings, ceilings, request.shapes(), families, recipe=request.recipe)
+
+
+def _block(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
+    """One transformer block, forward and forward + backward."""
+    return bench_blocks(settings, ceilings, request.shapes(), request.families or ("d8",))
+
+
+def _memory(settings: Settings, _: Ceilings, request: Request) -> list[Row]:
+    """Peak memory of inference, each model alone on the device."""
+    return bench_memory(settings, request.shapes(), request.families or ("d8", "h8", "i8"))
+
+
+def _linear(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
+    """Linear layers C → 4C: standard, octic, and eight equal blocks."""
+    widths = request.widths or ((1024, 8192) if request.cuda else (1024,))
+    return bench_linear(settings, ceilings, widths, tokens=_or(request.tokens, 196))
+
+
+def _gelu(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
+    """GELU and MLP against the width, standard and octic, and a copy of the same bytes."""
+    widths = request.widths or (256, 512, 1024, 2048)
+    return bench_gelu(settings, ceilings, widths, tokens=_or(request.tokens, 196))
+
+
+def _operators(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
+    """Each operator of an octic block against its floor."""
+    return bench_operators(settings, ceilings, request.shapes())
+
+
+def _flops(_: Settings, __: Ceilings, request: Request) -> list[Row]:
+    """FLOPs of the matrix products in a block against the width; nothing is computed."""
+    return count_flops(request.widths or tuple(2**i for i in range(7, 14)), tokens=_or(request.tokens, 197))
+
+
+MODEL = (*SPEED, "memory_mib", "memory_ratio")
+LAYER = ("case", "name", "dtype", "ms", "ratio", "floor_ms", "over_floor")
+LINEAR = ("case", "name", "dtype", "intensity", "ms", "tflops_per_s", "ratio", "floor_ms", "over_floor")
+MEMORY = ("case", "name", "dtype", "memory_mib", "memory_ratio")
+PRECISIONS = ("float16", "bfloat16", "float32")
+BENCHMARKS = {
+    "block": Benchmark(_block),
+    "model": Benchmark(_model, MODEL),
+    "train": Benchmark(_train),
+    "linear": Benchmark(_linear, LINEAR, dtypes=PRECISIONS, compiles=False),
+    "gelu": Benchmark(_gelu, LAYER, batch=32),
+    "memory": Benchmark(_memory, MEMORY, ceilings=False),
+    "ops": Benchmark(_operators, LAYER, compiles=False),
+    "flops": Benchmark(_flops, ("case", "name", "gflops", "ratio"), ceilings=False, compiles=False),
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """The rows of a run, and all that is needed to judge them."""
+
+    benchmark: str
+    settings: dict[str, Any]
+    ceilings: dict[str, Ceilings]
+    rows: list[Row]
+    surroundings: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "benchmark": self.benchmark,
+            "settings": self.settings,
+            "ceilings": {dtype: asdict(c) for dtype, c in self.ceilings.items()},
+            "results": [asdict(row) for row in self.rows],
+            **self.surroundings,
+        }
+
+
+def run(name: str, request: Request, command: str = "") -> Record:
+    """Run a benchmark once per dtype."""
+    if name not in BENCHMARKS:
+        raise ValueError(f"unknown benchmark {name!r}; expected one of {', '.join(BENCHMARKS)}")
+    benchmark = BENCHMARKS[name]
+    dtypes = request.dtypes or (benchmark.dtypes if request.cuda else ("float32",))
+    # Everything that can be wrong with the arguments is said before anything takes time.
+    chosen = {dtype: request.settings(dtype, benchmark) for dtype in dtypes}
+    request.shapes()
+    rows: list[Row] = []
+    ceilings: dict[str, Ceilings] = {}
+    with threads(request.threads):
+        for dtype, settings in chosen.items():
+            reached = Ceilings(1.0, 1.0)
+            if benchmark.ceilings:
+                reached = ceilings[dtype] = measure_ceilings(replace(settings, compile="none"))
+            rows += benchmark.run(settings, reached, request)
+        around = surroundings(request.device, command)
+    first = chosen[dtypes[0]]
+    shared = {key: getattr(first, key) for key in ("batch", "compile", "repeats")}
+    return Record(name, {**shared, "dtypes": list(dtypes)}, ceilings, rows, around)
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
