@@ -14,8 +14,10 @@ from quickvit.group import (
     act_on_tokens,
 )
 from quickvit.models import (
+    CheckpointError,
     QuickVisionTransformer,
     SteerableTokens,
+    convert_file,
     create_baseline,
     load_checkpoint,
     save_checkpoint,
@@ -26,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "D2",
     "D8",
+    "CheckpointError",
     "DihedralGroup",
     "Element",
     "Layout",
@@ -34,6 +37,7 @@ __all__ = [
     "act_on_features",
     "act_on_image",
     "act_on_tokens",
+    "convert_file",
     "create_baseline",
     "load_checkpoint",
     "save_checkpoint",

@@ -27,7 +27,7 @@ from quickvit.bench.record import write
 from quickvit.bench.table import table
 from quickvit.bench.timing import COMPILE
 from quickvit.evaluate import embed_images, find_images, input_size, verify_symmetry
-from quickvit.models import QuickVisionTransformer
+from quickvit.models import QuickVisionTransformer, convert_file
 from quickvit.models.checkpoints import load_weights, read_checkpoint, restore
 from quickvit.testing import randomize
 
@@ -172,6 +172,17 @@ def embed(arguments: Namespace) -> int:
     return 0
 
 
+def convert(arguments: Namespace) -> int:
+    """Turn a checkpoint that the paper's authors released into one of ours."""
+    convert_file(arguments.source, arguments.target, arguments.num_heads)
+    _, config = read_checkpoint(arguments.target)
+    if arguments.json:
+        _print_json({"target": arguments.target, "config": config})
+    else:
+        print(f"wrote {arguments.target}")
+    return 0
+
+
 def demo(arguments: Namespace) -> int:
     """Train a small ViT, h8 and i8 on digits, and compare them."""
     try:
@@ -216,6 +227,7 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "info": info,
     "verify": verify,
     "embed": embed,
+    "convert": convert,
     "bench": bench,
     "demo": demo,
 }
@@ -248,6 +260,11 @@ def _parser() -> ArgumentParser:
     add("--batch-size", type=int, default=32, help="images per step")
     add("--device", help="cuda where there is one, else cpu")
     add("--pool", choices=["token", "avg"], help="the model's own by default")
+
+    add = parsers["convert"].add_argument
+    add("source", help="a file of davnords/octic-vits, DeiT III or DINOv2, h8 or i8")
+    add("target", help="safetensors file to write")
+    add("--num-heads", type=int, help="of a model whose width is not a published one")
 
     add = parsers["demo"].add_argument
     add("--out", help="folder for the results")

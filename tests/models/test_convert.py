@@ -204,3 +204,15 @@ def test_a_file_is_converted(kind, tmp_path):
     assert error(model, exact, kind, "h8", "power_spectrum") < 1e-5
     with pytest.raises(CheckpointError, match="a quickvit checkpoint already"):
         convert_file(tmp_path / "ours.safetensors", tmp_path / "again.safetensors", num_heads=2)
+
+
+def test_the_command_converts(tmp_path, capsys):
+    from quickvit.cli import main
+
+    torch.save({"model": released("deit3", "i8", dtype=torch.float32)}, tmp_path / "released.pth")
+    target = tmp_path / "ours.safetensors"
+    assert main(["convert", str(tmp_path / "released.pth"), str(target), "--num-heads", "2"]) == 0
+    assert str(target) in capsys.readouterr().out
+    assert load_checkpoint(target).family == "i8"
+    assert main(["convert", str(tmp_path / "nothing.pth"), str(target)]) == 2
+    assert "nothing.pth" in capsys.readouterr().err

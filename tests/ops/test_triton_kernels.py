@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from quickvit.ops.triton import attention, gelu, norm  # noqa: E402
+from quickvit.ops.triton import attention, gelu, heads, norm  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -180,7 +180,7 @@ def norm_definition(x: Tensor, gain: Tensor, shift: Tensor, pair_weight: float) 
         (torch.float16, torch.float16),
     ],
 )
-@pytest.mark.parametrize(("tokens", "m", "pair_weight"), [(1, 8, 1.0), (7, 12, 0.25), (37, 26, 1.0)])
+@pytest.mark.parametrize(("tokens", "m", "pair_weight"), [(1, 8, 1.0), (7, 12, 0.25), (19, 26, 1.0)])
 def test_norm(tokens: int, m: int, pair_weight: float, dtype: torch.dtype, out: torch.dtype) -> None:
     x = draw(0, tokens, 8 * m, dtype=dtype) + 3
     gain, shift = draw(1, 6 * m), draw(2, m)
@@ -222,7 +222,7 @@ def test_norm(tokens: int, m: int, pair_weight: float, dtype: torch.dtype, out: 
         (2, 7, 12, ""),
         (2, 7, 12, "scale dstream"),
         (2, 7, 12, "bias rows"),
-        (1, 197, 8, "bias scale rows dstream"),
+        (1, 61, 8, "bias scale rows dstream"),
     ],
 )
 def test_residual_norm(
@@ -283,6 +283,63 @@ def test_norm_of_no_tokens() -> None:
     assert not dshift.any()
 
 
+# --- heads
+
+
+def head_columns(head_count: int, c: int, parts: int) -> Tensor:
+    """The packed column of each entry, [parts, heads, 8c]."""
+    widths = [parts * head_count * c] * 4 + [parts * head_count * 2 * c] * 2
+    blocks = torch.arange(sum(widths), device=DEVICE).split(widths)
+    return torch.cat([block.view(parts, head_count, -1) for block in blocks], dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("tokens", "head_count", "c", "tile"),
+    [
+        (1, 1, 3, heads.TILE),
+        (9, 4, 3, (2, 1)),
+        (3, 4, 8, (2, 1)),
+        (17, 2, 10, heads.TILE),
+        (5, 3, 10, (2, 1)),
+        (3, 5, 13, heads.TILE),
+        (7, 2, 13, (4, 2)),
+        (4, 3, 14, (4, 1)),
+    ],
+)
+def test_heads(
+    tokens: int,
+    head_count: int,
+    c: int,
+    tile: tuple[int, int],
+    parts: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heads, "TILE", tile)
+    m = head_count * c
+    packed = draw(0, tokens, 8 * parts * m, dtype=dtype)
+    columns = head_columns(head_count, c, parts)
+    features = heads.to_heads(packed, head_count, parts, None)
+    assert len(features) == parts
+    for feature, column in zip(features, columns, strict=True):
+        assert torch.equal(feature, packed[:, column])
+    assert torch.equal(heads.to_packed(features), packed)
+
+    bias = draw(1, parts * m)
+    expected = add_invariant(packed.double(), bias.double())
+    for feature, column in zip(heads.to_heads(packed, head_count, parts, bias), columns, strict=True):
+        assert feature.dtype == dtype
+        assert_near(feature, expected[:, column], dtype)
+
+
+def test_heads_of_no_tokens() -> None:
+    features = heads.to_heads(draw(0, 0, 240), 1, 3, None)
+    assert [feature.shape for feature in features] == [(0, 1, 80)] * 3
+    assert heads.to_packed(features).shape == (0, 240)
+
+
 # --- attention
 
 
@@ -299,23 +356,22 @@ def attention_definition(qkv: Tensor, bias: Tensor | None, heads: int) -> tuple[
     return torch.cat([p.flatten(2) for p in pieces], dim=-1), scores.logsumexp(-1)
 
 
-# The interpreter multiplies bfloat16 matrices as if their bits were integers.
-ATTENTION_DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * CUDA
+# The interpreter multiplies bfloat16 matrices as if their bits were integers. In float32, which the kernels are
+# not meant for, nothing hides an error; on a GPU the products would round to tf32.
+ATTENTION_DTYPES = [torch.float16, torch.bfloat16 if CUDA else torch.float32]
 
 
 @pytest.mark.parametrize("dtype", ATTENTION_DTYPES)
 @pytest.mark.parametrize(
     ("batch", "tokens", "heads", "c", "with_bias"),
     [
-        (1, 1, 1, 2, True),
-        (2, 7, 2, 3, True),
-        (1, 7, 3, 4, False),
-        (1, 37, 2, 10, True),
-        (1, 37, 2, 10, False),
-        (1, 7, 4, 13, True),
-        (1, 7, 2, 14, True),
-        (1, 7, 2, 16, True),
+        (1, 1, 1, 8, True),
+        (2, 7, 2, 8, True),
+        (1, 37, 2, 8, False),
+        (1, 64, 1, 8, True),
         (1, 197, 1, 8, True),
+        (1, 7, 2, 16, True),
+        (1, 83, 1, 16, False),
     ],
 )
 def test_attention(batch: int, tokens: int, heads: int, c: int, with_bias: bool, dtype: torch.dtype) -> None:
@@ -345,13 +401,14 @@ def test_attention(batch: int, tokens: int, heads: int, c: int, with_bias: bool,
 def test_attention_where_padding_would_overflow() -> None:
     """Scores near -380 and b_q · k beyond the range of exp: rows past the end must still weigh nothing."""
     tokens, c = 7, 8
-    qkv, dout = draw(0, 1, tokens, 24 * c), draw(1, 1, tokens, 8 * c)
+    qkv, dout = draw(0, 1, tokens, 24 * c), draw(1, 1, tokens, 8 * c, dtype=torch.float16)
     bias = torch.zeros(3 * c, device=DEVICE)
     for block in qkv.split([3 * c] * 4 + [6 * c] * 2, dim=2):
         part = block.shape[2] // 3
         block[..., :part] += 6
         block[..., part : 2 * part] -= 10
     bias[:c] = -10
+    qkv = qkv.half()
     qkv64, bias64 = exact(qkv, bias)
     out64, lse64 = attention_definition(qkv64, bias64, 1)
     out64.backward(dout.double())
@@ -359,18 +416,19 @@ def test_attention_where_padding_would_overflow() -> None:
     dqkv = attention.attention_backward(dout, qkv, bias, out, lse, 1)
     assert lse.max() < -100
     for actual, expected in ((out, out64), (lse, lse64), (dqkv, qkv64.grad)):
-        assert_near(actual, expected, torch.float32, ulps=4000)
-
-
-def test_attention_takes_whole_groups_of_entries() -> None:
-    """The padded head sizes that the tables are keyed by."""
-    shapes = {8: 64, 10: 96, 12: 96, 13: 128, 14: 128, 16: 128}
-    for c, padded in shapes.items():
-        qkv = torch.zeros(1, 1, 24 * 16 * c, dtype=torch.bfloat16, device="meta")
-        assert attention._shape(qkv, 16)[2] == padded
+        assert_near(actual, expected, torch.float16, ulps=8)
 
 
 @pytest.mark.parametrize("tiles", [attention.FORWARD_TILES, attention.QUERY_TILES, attention.KEY_TILES])
-def test_tile_that_pads_least_is_taken(tiles: attention.Tiles) -> None:
-    assert attention._tile(tiles, 2, 64, 197)[0] == 128
-    assert attention._tile(tiles, 2, 64, 257)[0] == 64
+def test_tile_pads_least(tiles: attention.Tiles) -> None:
+    for dim, choice in tiles.items():
+        for rows in (1, 64, 196, 197, 257, 1025):
+            programs, meta = attention._tile(tiles, dim, rows)
+            assert programs * meta["BLOCK"] == min(triton.cdiv(rows, tile[0]) * tile[0] for tile in choice)
+            rest = rows % meta["STEP"]
+            assert rest <= meta["TAIL"] < 2 * max(rest, 9)
+
+
+def test_attention_rejects_other_head_sizes() -> None:
+    with pytest.raises(ValueError, match="size 80, expected one of 64, 128"):
+        attention.attention_forward(draw(0, 1, 1, 240), None, 1)

@@ -53,7 +53,7 @@ def bench_linear(
             layer_case(name, partial(_linear, kind, count, width, settings), [steps], settings, ceilings)
             for name, kind, steps in layers
         ]
-        label = f"{width} → {outputs}, {count} tokens"
+        label = f"linear, C = {width} → {outputs}, {count} tokens"
         rows += timed_rows(label, cases, measure(cases, settings, label), settings, ceilings)
     return rows
 

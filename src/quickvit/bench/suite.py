@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -173,11 +174,12 @@ def run(name: str, request: Request, command: str = "") -> Record:
     request.shapes()
     rows: list[Row] = []
     ceilings: dict[str, Ceilings] = {}
-    with threads(request.threads):
+    on_device = torch.cuda.device(request.device) if request.cuda else nullcontext()
+    with threads(request.threads), on_device:
         for dtype, settings in chosen.items():
             reached = Ceilings(1.0, 1.0)
             if benchmark.ceilings:
-                reached = ceilings[dtype] = measure_ceilings(replace(settings, compile="none"))
+                reached = ceilings[dtype] = measure_ceilings(settings)
             rows += benchmark.run(settings, reached, request)
         around = surroundings(request.device, command)
     first = chosen[dtypes[0]]

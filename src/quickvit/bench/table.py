@@ -59,7 +59,7 @@ def timed_rows(
 ) -> list[Row]:
     """The rows of cases that were measured together; the first is what the others are compared with."""
     dtype = dtype_name(settings)
-    first = outcomes[cases[0].name]
+    first = outcomes[cases[0].name] if len(cases) > 1 else None
     rows = []
     for case in cases:
         outcome = outcomes[case.name]
@@ -76,7 +76,7 @@ def timed_rows(
                 ms=outcome.ms,
                 spread=outcome.spread,
                 images_per_s=None if case.images is None else case.images / outcome.ms * 1e3,
-                ratio=None if isinstance(first, Failure) else first.ms / outcome.ms,
+                ratio=first.ms / outcome.ms if isinstance(first, Timing) else None,
                 floor_ms=floor,
                 over_floor=outcome.ms / floor,
                 gflops=flops / 1e9,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from statistics import median, quantiles
@@ -29,6 +29,7 @@ Clock = Callable[[Job, int], float]
 # A sample is this long, so that the launch of its first call does not count.
 SAMPLE_MS = 50.0
 MAX_CALLS = 100
+CEILING_REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Timing:
-    """Median milliseconds of a call, and the distance of the quartiles relative to it."""
+    """Milliseconds of a call: median, distance of the quartiles relative to it, and the best."""
 
     ms: float
     spread: float
+    best: float
 
 
 @dataclass(frozen=True)
@@ -144,39 +146,44 @@ def threads(number: int | None) -> Iterator[None]:
 
 
 def measure(
-    cases: Iterable[Case], settings: Settings, label: str = "", clock: Clock | None = None
+    cases: Sequence[Case], settings: Settings, label: str = "", clock: Clock | None = None
 ) -> dict[str, Timing | Failure]:
     """Times of the cases, in rounds A B C A B C …, so that a drift of the machine hits all of them.
 
     A case that fails drops out with its reason; the others go on.
     """
-    cases, clock = list(cases), clock or settings.clock
-    outcomes: dict[str, Timing | Failure] = {}
-    ready: dict[str, tuple[Job, int]] = {}
-    samples: dict[str, list[float]] = {case.name: [] for case in cases}
     total = len(cases) * (1 + settings.repeats)
-    with tqdm(total=total, desc=label, leave=False, disable=None) as progress:
+    try:
+        with tqdm(total=total, desc=label, leave=False, disable=None) as progress:
+            return _rounds(cases, settings, clock or settings.clock, progress.update)
+    finally:
+        release(settings)
+
+
+def _rounds(
+    cases: Sequence[Case], settings: Settings, clock: Clock, advance: Callable[[], object]
+) -> dict[str, Timing | Failure]:
+    samples: dict[str, list[float]] = {}
+    failures: dict[str, Failure] = {}
+    jobs: dict[str, tuple[Job, int]] = {}
+    for case in cases:
+        prepared = attempt(partial(_prepare, case, settings, clock))
+        if isinstance(prepared, Failure):
+            failures[case.name] = prepared
+        else:
+            jobs[case.name], samples[case.name] = prepared, []
+        advance()
+    for _ in range(settings.repeats):
         for case in cases:
-            prepared = attempt(partial(_prepare, case, settings, clock))
-            if isinstance(prepared, Failure):
-                outcomes[case.name] = prepared
-            else:
-                ready[case.name] = prepared
-            progress.update()
-        for _ in range(settings.repeats):
-            for case in cases:
-                if case.name in ready:
-                    sample = attempt(partial(clock, *ready[case.name]))
-                    if isinstance(sample, Failure):
-                        outcomes[case.name] = sample
-                        del ready[case.name]
-                    else:
-                        samples[case.name].append(sample / case.calls)
-                progress.update()
-    outcomes.update({name: summary(samples[name]) for name in ready})
-    ready.clear()
-    release(settings)
-    return outcomes
+            if case.name in jobs:
+                sample = attempt(partial(clock, *jobs[case.name]))
+                if isinstance(sample, Failure):
+                    failures[case.name] = sample
+                    del jobs[case.name], samples[case.name]
+                else:
+                    samples[case.name].append(sample / case.calls)
+            advance()
+    return {**failures, **{name: summary(times) for name, times in samples.items()}}
 
 
 def _prepare(case: Case, settings: Settings, clock: Clock) -> tuple[Job, int]:
@@ -185,16 +192,16 @@ def _prepare(case: Case, settings: Settings, clock: Clock) -> tuple[Job, int]:
     for _ in range(settings.warm_up):
         job()
     first = clock(job, 1)
-    return job, max(1, min(MAX_CALLS, math.ceil(SAMPLE_MS / first))) if first > 0 else MAX_CALLS
+    return job, max(1, min(MAX_CALLS, math.ceil(SAMPLE_MS / max(first, 1e-6))))
 
 
 def summary(samples: Sequence[float]) -> Timing:
     """Median and spread of samples."""
     middle = median(samples)
     if len(samples) < 2 or not middle:
-        return Timing(middle, 0.0)
+        return Timing(middle, 0.0, min(samples))
     low, _, high = quantiles(samples, n=4, method="inclusive")
-    return Timing(middle, (high - low) / middle)
+    return Timing(middle, (high - low) / middle, min(samples))
 
 
 def attempt(function: Callable[[], T]) -> T | Failure:
@@ -223,8 +230,8 @@ def release(settings: Settings) -> None:
     """Forget compiled code and give memory back, so that the next measurement starts afresh."""
     if settings.compile != "none":
         torch.compiler.reset()
-    gc.collect()
     if settings.cuda:
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -258,7 +265,7 @@ class GraphedCalls:
 
 
 def measure_ceilings(settings: Settings) -> Ceilings:
-    """The rates of a large copy (bytes read and written) and of a large matrix product, on random data."""
+    """The best rates of a large copy (bytes read and written) and of a large matrix product, on random data."""
     size, side = (2**30, 8192) if settings.cuda else (2**26, 1024)
 
     def copy() -> Job:
@@ -270,12 +277,11 @@ def measure_ceilings(settings: Settings) -> Ceilings:
         a, b = (torch.randn(side, side, device=settings.device).to(settings.dtype) for _ in range(2))
         return lambda: a @ b
 
-    times = [
-        measure([Case(name, build, ())], settings, label="ceilings")[name]
-        for name, build in (("copy", copy), ("matmul", matmul))
-    ]
-    for outcome in times:
+    settings = replace(settings, compile="none", repeats=max(CEILING_REPEATS, settings.repeats))
+    outcomes = measure([Case("copy", copy, ()), Case("matmul", matmul, ())], settings, "ceilings")
+    seconds = {}
+    for name, outcome in outcomes.items():
         if isinstance(outcome, Failure):
-            raise ValueError(f"cannot measure the ceilings of {settings.device}: {outcome.reason}")
-    seconds = [outcome.ms / 1e3 for outcome in times if isinstance(outcome, Timing)]
-    return Ceilings(2 * size / seconds[0], 2 * side**3 / seconds[1])
+            raise ValueError(f"cannot measure the {name} rate of {settings.device}: {outcome.reason}")
+        seconds[name] = outcome.best / 1e3
+    return Ceilings(2 * size / seconds["copy"], 2 * side**3 / seconds["matmul"])

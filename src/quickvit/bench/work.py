@@ -109,9 +109,13 @@ class Shape:
 
     @property
     def label(self) -> str:
-        """For tables: size/patch, and what is unusual."""
-        limited = "" if self.depth is None else f", {self.depth} block{'s' if self.depth > 1 else ''}"
-        return f"{self.size}/{self.patch}{'' if self.img_size == 224 else f' {self.img_size}px'}{limited}"
+        """As in ViT-Large/16, and what is unusual."""
+        label = f"ViT-{self.size.capitalize()}/{self.patch}"
+        if self.img_size != 224:
+            label += f" {self.img_size}px"
+        if self.depth is not None:
+            label += f", {self.depth} block{'s' if self.depth > 1 else ''}"
+        return label
 
 
 # ---------------------------------------------------------------------- steps

@@ -1,8 +1,13 @@
 """Packed channels to attention heads and back, each in one pass.
 
 A packed tensor [T, P C] holds P features (q, k and v, or one) in every block: A1, A2, B1, B2 run over
-(feature, head, c) with c = C/8/H, the two components of E over (feature, head, 2c). Features in heads are P tensors
-[T, H, D]; a head's D = 8c entries are its pieces of the six blocks, one after the other.
+(feature, head, c) with c = C/8/H, the two components of E over (feature, head, 2c). Features in heads are
+P tensors [T, H, D]; a head's D = 8c entries are its pieces of the six blocks, one after the other.
+
+A program moves a run of entries of a few tokens: where the entries lie is worked out once for all of them.
+Programs write runs of memory and gather what they read; the other way round, several programs would write
+parts of the same lines. Neighbouring threads move neighbouring vectors, as wide as pieces of c entries are
+aligned, so that an instruction of a warp meets few lines of the cache on either side.
 """
 
 import math
@@ -11,115 +16,168 @@ import torch
 import triton
 import triton.language as tl
 
-# Entries per program and warps. Programs write runs of memory and gather what they read: the other way round, runs
-# of a few bytes would be written into lines that several programs share.
-TILE: tuple[int, int] = (1024, 4)
+# Tokens per program and warps.
+TILE: tuple[int, int] = (8, 8)
 
 
 @triton.jit
-def _flat(T, M: tl.constexpr, BLOCK: tl.constexpr):
-    """Token and entry of this program's part of a [T, 8 M] feature; divisions per entry stay in 32 bits."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    # Eight entries in a row belong to one token; the compiler needs the hint to move them together.
-    flat = tl.multiple_of((start % (8 * M)).to(tl.int32), 8) + tl.arange(0, BLOCK)
-    token = start // (8 * M) + flat // (8 * M)
-    return token, flat % (8 * M), start + tl.arange(0, BLOCK), token < T
+def block_of(place, UNIT: tl.constexpr):
+    """Which of the eight blocks of UNIT entries the irrep's block at this place begins with: 0 1 2 3 4 6."""
+    return tl.where(place < 4 * UNIT, place // UNIT, place // (2 * UNIT) * 2)
+
+
+@triton.jit
+def _run(M: tl.constexpr, TOKENS: tl.constexpr, RUN: tl.constexpr):
+    """This program's first token and its entries of a [T, 8 M] feature."""
+    runs: tl.constexpr = (8 * M + RUN - 1) // RUN
+    first = (tl.program_id(0) // runs).to(tl.int64) * TOKENS
+    return first, tl.program_id(0) % runs * RUN + tl.arange(0, RUN)
+
+
+@triton.jit
+def _copy(
+    source,
+    read,
+    target,
+    write,
+    shift,
+    index,
+    tokens,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Entries `read` of tokens SOURCE apart to entries `write` of tokens TARGET apart, plus `shift`."""
+    # All loads come before all stores: behind a store, which may touch what it reads, a load would wait.
+    values = ()
+    for token in tl.static_range(TOKENS):
+        mask = index < tl.where(tokens > token, ENTRIES, 0)
+        values += (tl.load(source + token * SOURCE + read, mask=mask),)
+    for token in tl.static_range(TOKENS):
+        value = values[token]
+        if shift is not None:
+            value = (value.to(tl.float32) + shift).to(value.dtype)
+        mask = index < tl.where(tokens > token, ENTRIES, 0)
+        tl.store(target + token * TARGET + write, value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _to_heads(
     packed,
     bias,
-    feature,
+    q,
+    k,
+    v,
     T,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
     M: tl.constexpr,
     c: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TOKENS: tl.constexpr,
+    RUN: tl.constexpr,
 ):
-    """Entry (token, head, d) of a feature from its packed column, plus the bias of A1."""
-    token, entry, index, mask = _flat(T, M, BLOCK)
+    """Entries (head, d) of the features from their packed columns, plus the bias of A1."""
+    features = (q,) if k is None else (q, k, v)
+    PARTS: tl.constexpr = len(features)
+    first, entry = _run(M, TOKENS, RUN)
     head, d = entry // (8 * c), entry % (8 * c)
-    e = d - 4 * c
-    place = tl.where(e < 0, head * c + d % c, head * (2 * c) + e % (2 * c))
-    block = tl.where(e < 0, d // c, 4 + 2 * (e // (2 * c)))
-    column = block * (PARTS * M) + PART * tl.where(e < 0, M, 2 * M) + place
-    column = tl.max_contiguous(tl.multiple_of(column, VEC), VEC)
-    value = tl.load(packed + token * (8 * PARTS * M) + column, mask=mask)
-    if bias is not None:
-        shift = tl.load(bias + PART * M + place, mask=block == 0, other=0.0)
-        value = (value.to(tl.float32) + shift.to(tl.float32)).to(value.dtype)
-    tl.store(feature + index, value, mask=mask)
+    block = block_of(d, c)
+    pieces = tl.where(d < 4 * c, 1, 2)
+    place = head * (pieces * c) + d - block * c
+    shift = None
+    for part in tl.static_range(PARTS):
+        column = block * (PARTS * M) + pieces * (part * M) + place
+        column = tl.max_contiguous(tl.multiple_of(column, VECTOR), VECTOR)
+        if bias is not None:
+            invariant = (block == 0) & (entry < 8 * M)
+            shift = tl.load(bias + part * M + place, mask=invariant, other=0.0).to(tl.float32)
+        _copy(
+            packed + first * (8 * PARTS * M),
+            column,
+            features[part] + first * (8 * M),
+            entry,
+            shift,
+            entry,
+            (T - first).to(tl.int32),
+            8 * PARTS * M,
+            8 * M,
+            8 * M,
+            TOKENS,
+        )
 
 
 @triton.jit(do_not_specialize=["T"])
 def _to_packed(
-    feature,
+    q,
+    k,
+    v,
     packed,
     T,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
     M: tl.constexpr,
     c: tl.constexpr,
-    VEC: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TOKENS: tl.constexpr,
     RUN: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """Packed column from the entry (token, head, d) of a feature."""
-    token, f, _, mask = _flat(T, M, BLOCK)
-    e = f - 4 * M
-    width = tl.where(e < 0, M, 2 * M)
-    piece = tl.where(e < 0, c, 2 * c)
-    block = tl.where(e < 0, f // M, 4 + 2 * (e // (2 * M)))
-    place = tl.where(e < 0, f % M, e % (2 * M))
-    column = block * (PARTS * M) + PART * width + place
-    column = tl.max_contiguous(tl.multiple_of(column, RUN), RUN)
-    entry = (place // piece) * (8 * c) + block * c + place % piece
-    entry = tl.max_contiguous(tl.multiple_of(entry, VEC), VEC)
-    value = tl.load(feature + token * (8 * M) + entry, mask=mask)
-    tl.store(packed + token * (8 * PARTS * M) + column, value, mask=mask)
+    """Packed columns from the entries (head, d) of the features."""
+    features = (q,) if k is None else (q, k, v)
+    PARTS: tl.constexpr = len(features)
+    first, index = _run(M, TOKENS, RUN)
+    block = block_of(index, M)
+    pieces = tl.where(index < 4 * M, 1, 2)
+    place = index - block * M
+    head = tl.where(index < 4 * M, place // c, place // (2 * c))
+    entry = head * (8 * c) + block * c + place - head * (pieces * c)
+    entry = tl.max_contiguous(tl.multiple_of(entry, VECTOR), VECTOR)
+    for part in tl.static_range(PARTS):
+        column = block * (PARTS * M) + pieces * (part * M) + place
+        column = tl.max_contiguous(tl.multiple_of(column, VECTOR), VECTOR)
+        _copy(
+            features[part] + first * (8 * M),
+            entry,
+            packed + first * (8 * PARTS * M),
+            column,
+            None,
+            index,
+            (T - first).to(tl.int32),
+            8 * M,
+            8 * PARTS * M,
+            8 * M,
+            TOKENS,
+        )
+
+
+def _grid(tokens: int, m: int, c: int, element_size: int) -> tuple[tuple[int], dict[str, int]]:
+    """Grid and specialisation of both kernels."""
+    rows, warps = TILE
+    vector = math.gcd(c, 16 // element_size)
+    # One vector per thread and token: with more, a thread's vectors would lie side by side.
+    run = 32 * warps * vector
+    grid = (triton.cdiv(tokens, rows) * triton.cdiv(8 * m, run),)
+    return grid, {"M": m, "c": c, "VECTOR": vector, "TOKENS": rows, "RUN": run, "num_warps": warps}
 
 
 def to_heads(packed: torch.Tensor, heads: int, parts: int, bias: torch.Tensor | None) -> list[torch.Tensor]:
-    """The `parts` features of packed[T, parts · C] as tensors [T, H, D], with the A1 bias[parts · C/8] added."""
+    """The `parts` features of packed[T, parts · C] as [T, H, D] each, with the A1 bias[parts · C/8] added."""
     tokens = packed.shape[0]
     m = packed.shape[1] // (8 * parts)
     c = m // heads
-    features = [packed.new_empty(tokens, heads, 8 * c) for _ in range(parts)]
-    block, warps = TILE
-    if tokens:
-        # One launch per feature: a pointer chosen inside the kernel would lose its alignment.
+    size = (tokens, heads, 8 * c)
+    features = [torch.empty(size, dtype=packed.dtype, device=packed.device) for _ in range(parts)]
+    grid, meta = _grid(tokens, m, c, packed.element_size())
+    if packed.numel():
         with torch.cuda.device_of(packed):
-            for part, feature in enumerate(features):
-                _to_heads[(triton.cdiv(feature.numel(), block),)](
-                    packed, bias, feature, tokens, part, parts, m, c, math.gcd(c, 8), block, num_warps=warps
-                )
+            _to_heads[grid](packed, bias, *features, *[None] * (3 - parts), tokens, **meta)
     return features
 
 
 def to_packed(features: list[torch.Tensor]) -> torch.Tensor:
     """The inverse of `to_heads`: features [T, H, D] to packed[T, parts · C]."""
-    parts = len(features)
-    tokens, heads, dim = features[0].shape
-    packed = features[0].new_empty(tokens, parts * heads * dim)
-    m, c = heads * dim // 8, dim // 8
-    block, warps = TILE
-    if tokens:
+    x, parts = features[0], len(features)
+    tokens, heads, dim = x.shape
+    packed = torch.empty((tokens, parts * heads * dim), dtype=x.dtype, device=x.device)
+    grid, meta = _grid(tokens, heads * dim // 8, dim // 8, x.element_size())
+    if packed.numel():
         with torch.cuda.device_of(packed):
-            for part, feature in enumerate(features):
-                _to_packed[(triton.cdiv(feature.numel(), block),)](
-                    feature,
-                    packed,
-                    tokens,
-                    part,
-                    parts,
-                    m,
-                    c,
-                    math.gcd(c, 8),
-                    math.gcd(m, 8),
-                    block,
-                    num_warps=warps,
-                )
+            _to_packed[grid](*features, *[None] * (3 - parts), packed, tokens, **meta)
     return packed
