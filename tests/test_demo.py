@@ -165,6 +165,12 @@ def test_learning_rate_warms_up_and_falls_to_zero():
     assert rates[-1] < 0.01
 
 
+@pytest.mark.parametrize("name", ["epochs", "batch_size"])
+def test_settings_must_be_positive(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        DemoConfig(**{name: 0})
+
+
 def test_a_batch_larger_than_the_training_set_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="at most the 160 training images, got 161"):
         run_demo(replace(SHORT, out=tmp_path, batch_size=161))

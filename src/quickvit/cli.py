@@ -185,19 +185,20 @@ def convert(arguments: Namespace) -> int:
 
 def demo(arguments: Namespace) -> int:
     """Train a small ViT, h8 and i8 on digits, and compare them."""
-    try:
-        from quickvit.demo import DemoConfig, run_demo
+    from quickvit.demo import DemoConfig, format_table, run_demo
 
-        given = {key: arguments[key] for key in ("seed", "epochs") if arguments[key] is not None}
-        if arguments.out is not None:
-            given["out"] = Path(arguments.out)
-        result = run_demo(DemoConfig(**given))
+    given = {key: arguments[key] for key in ("seed", "epochs") if arguments[key] is not None}
+    if arguments.out is not None:
+        given["out"] = Path(arguments.out)
+    config = DemoConfig(**given)
+    try:
+        result = run_demo(config)
     except ModuleNotFoundError as error:
-        raise ValueError(f"the demo needs {error.name}: pip install 'quickvit[demo]'") from error
+        raise ValueError(error.msg) from error
     if arguments.json:
         _print_json(result)
     else:
-        _print_result(result)
+        print(f"{format_table(result)}\n\npicture and numbers: {config.out}")
     return 0
 
 
@@ -428,18 +429,6 @@ def _error(value: float | None) -> str:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
-
-
-def _print_result(result: dict[str, Any]) -> None:
-    """A dictionary as lines, and the lists of rows in it as tables."""
-    for key, value in result.items():
-        if isinstance(value, (list, tuple)) and value and all(isinstance(row, dict) for row in value):
-            print()
-            cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in value]
-            _print_table([str(name).replace("_", " ") for name in value[0]], cells)
-            print()
-        else:
-            print(f"{key.replace('_', ' ')}: {value}")
 
 
 def _print_table(header: list[str], rows: list[list[str]]) -> None:

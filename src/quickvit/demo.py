@@ -55,7 +55,7 @@ class DemoConfig:
 
     out: Path = Path("demo")
     seed: int = 0
-    epochs: int = 18
+    epochs: int = 16
     batch_size: int = 32
     learning_rate: float = 2e-3
     weight_decay: float = 0.05
@@ -70,6 +70,11 @@ class DemoConfig:
     test_images: int = 360
     train_images: int | None = None
     threads: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _draw_accuracies(figure: Figure, rows: Sequence[Mapping[str, Any]]) -> None:
         for offset, key, colours, ink in bars:
             value = 100 * row[f"accuracy_{key}"]
             axes.bar(i + offset, value, width=0.38, color=colours[name])
-            axes.text(i + offset, value - 2, f"{value:.0f}", ha="center", va="top", size=11, color=ink)
+            axes.text(i + offset, value - 2, f"{value:.1f}", ha="center", va="top", size=10, color=ink)
         size = f"{row['parameters'] / 1e6:.2f} M weights\n{row['macs'] / 1e6:.1f} M MACs"
         axes.text(i, -4, name, ha="center", va="top", size=11, weight="bold", color=COLOURS[name])
         axes.text(i, -12, size, ha="center", va="top", size=8, color=PALE, linespacing=1.4)
