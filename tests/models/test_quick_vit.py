@@ -145,6 +145,7 @@ def test_one_broken_part_breaks_the_promise(path):
     [("d8", torch.float32), ("i8", torch.float64), ("h8", torch.float32), ("h2", torch.float64)],
 )
 def test_compiled_models_compute_the_same(family, dtype):
+    torch.compiler.reset()
     model = tiny(family, depth=2, reg_tokens=1).to(dtype)
     x = images(model, dtype=dtype)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -163,6 +164,7 @@ def test_compiled_models_compute_the_same(family, dtype):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="TorchInductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")
 def test_inductor_keeps_the_promise():
+    torch.compiler.reset()
     model = tiny("i8", depth=2).eval()
     x = images(model, dtype=torch.float32)
     compiled = torch.compile(model, fullgraph=True)

@@ -96,3 +96,18 @@ def test_autocast_multiplies_in_half_precision():
     assert wide.dtype == torch.float64
     y.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in parameters)
+
+
+def test_gelu_overwrites_only_where_no_gradient_needs_its_input():
+    x, bias = torch.randn(2, 7, 16), torch.randn(2)
+    expected = octic_gelu(x, bias)
+    kept = x.clone().requires_grad_()
+    y = octic_gelu(kept * 1, bias, overwrite=True)
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    assert kept.grad is not None
+    with torch.no_grad():
+        spare = x.clone()
+        y = octic_gelu(spare, bias, overwrite=True)
+    assert y.data_ptr() == spare.data_ptr()
+    torch.testing.assert_close(y, expected)

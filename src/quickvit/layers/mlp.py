@@ -33,4 +33,4 @@ class OcticMlp(nn.Module):
 
     def _hidden(self, x: Tensor) -> Tensor:
         hidden, bias = self.fc1.deferred(x)
-        return self.drop1(octic_gelu(hidden, bias, self.group))
+        return self.drop1(octic_gelu(hidden, bias, self.group, overwrite=True))

@@ -14,10 +14,18 @@ from quickvit.ops.backend import fused, is_plain
 _STEP_ELEMENTS = 128 * 3072
 
 
-def octic_gelu(x: Tensor, bias: Tensor | None = None, group: DihedralGroup = D8) -> Tensor:
-    """GELU of a packed tensor [..., C], after adding `bias` [C/|G|] to A1."""
+def octic_gelu(
+    x: Tensor, bias: Tensor | None = None, group: DihedralGroup = D8, *, overwrite: bool = False
+) -> Tensor:
+    """GELU of a packed tensor [..., C], after adding `bias` [C/|G|] to A1.
+
+    With `overwrite` the caller has no more use for x, and where no gradient needs it either, it holds the result.
+    """
     if is_plain():
         return definition(x, bias, group)
+    if overwrite and not (torch.is_grad_enabled() and x.requires_grad):
+        _gelu_into(x.flatten(0, -2), bias, group.order)
+        return x
     return _gelu(x.flatten(0, -2), bias, group.order).view(x.shape)
 
 
@@ -31,15 +39,26 @@ def definition(x: Tensor, bias: Tensor | None = None, group: DihedralGroup = D8)
 @torch.library.custom_op("quickvit::octic_gelu", mutates_args=())
 def _gelu(x: Tensor, bias: Tensor | None, order: int) -> Tensor:
     x = x.contiguous()
+    y = torch.empty_like(x)
+    _forward(x, bias, order, y)
+    return y
+
+
+@torch.library.custom_op("quickvit::octic_gelu_", mutates_args=("x",))
+def _gelu_into(x: Tensor, bias: Tensor | None, order: int) -> None:
+    _forward(x, bias, order, x)
+
+
+def _forward(x: Tensor, bias: Tensor | None, order: int, out: Tensor) -> None:
+    """GELU of x written to out, which may be x."""
     if fused(x, DihedralGroup(order)):
         from quickvit.ops.triton.gelu import gelu_forward
 
-        return gelu_forward(x, bias)
-    y = torch.empty_like(x)
+        gelu_forward(x, bias, out)
+        return
     regular = _Regular(x, bias, order)
-    for source, target in zip(regular.chunks(x), regular.chunks(y), strict=True):
+    for source, target in zip(regular.chunks(x), regular.chunks(out), strict=True):
         regular.to_isotypic(torch.ops.aten.gelu_(regular.values(source)), target)
-    return y
 
 
 @torch.library.custom_op("quickvit::octic_gelu_grad", mutates_args=())
@@ -90,6 +109,11 @@ class _Regular:
 @_gelu.register_fake
 def _(x: Tensor, bias: Tensor | None, order: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_gelu_into.register_fake
+def _(x: Tensor, bias: Tensor | None, order: int) -> None:
+    return None
 
 
 @_gelu_grad.register_fake

@@ -180,9 +180,9 @@ def _gelu_backward(
     _store_octet(dx, offset, mask, a1, a2, b1, b2, e11, e21, e12, e22, M)
 
 
-def gelu_forward(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Octic GELU of x[T, C] with a deferred A1 bias[C/8]: y = Qᵀ GELU(Q (x + b e_A1))."""
-    y = torch.empty_like(x)
+def gelu_forward(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Octic GELU of x[T, C] with a deferred A1 bias[C/8]: y = Qᵀ GELU(Q (x + b e_A1)); `out` may be x."""
+    y = torch.empty_like(x) if out is None else out
     tokens, channels = x.shape
     m = channels // 8
     if tokens == 0:
