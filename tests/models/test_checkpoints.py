@@ -36,15 +36,6 @@ SMALL = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Models this small only wait for more threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def build(**changes) -> QuickVisionTransformer:
     torch.manual_seed(0)
     return QuickVisionTransformer(**{**SMALL, **changes}).eval()

@@ -22,15 +22,6 @@ MODELS = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Models this small only wait for more threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def released(kind="deit3", family="h8", invariant="power_spectrum", **changes) -> dict[str, Tensor]:
     classes = 5 if kind == "deit3" else 0
     return random_released_state(
