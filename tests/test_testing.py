@@ -45,7 +45,9 @@ def test_a_block_with_gelu_on_the_irreps_is_caught(monkeypatch):
     block = randomize(OcticBlock(64, 2, init_values=1e-4)).double().eval()
     tokens = features(3, 7, 64)
     assert_equivariant(block, tokens, act_on_features, act_on_features)
-    monkeypatch.setattr("quickvit.layers.mlp.octic_gelu", lambda x, bias, group, overwrite: functional.gelu(x))
+    monkeypatch.setattr(
+        "quickvit.layers.mlp.octic_gelu", lambda x, bias, group, overwrite: functional.gelu(x)
+    )
     with pytest.raises(AssertionError, match="not equivariant"):
         assert_equivariant(block, tokens, act_on_features, act_on_features)
 
