@@ -23,7 +23,7 @@ def octic_gelu(
     """
     if is_plain():
         return definition(x, bias, group)
-    if overwrite and not (torch.is_grad_enabled() and x.requires_grad):
+    if overwrite and x.is_contiguous() and not (torch.is_grad_enabled() and x.requires_grad):
         _gelu_into(x.flatten(0, -2), bias, group.order)
         return x
     return _gelu(x.flatten(0, -2), bias, group.order).view(x.shape)
