@@ -1,5 +1,6 @@
 """The README's example runs."""
 
+import json
 import re
 from pathlib import Path
 
@@ -19,3 +20,24 @@ def test_the_commands_exist():
     named = set(re.findall(r"`quickvit (\w+)", README.read_text()))
     assert named - {"COMMAND"} <= set(COMMANDS)
     assert set(COMMANDS) <= named
+
+
+def test_the_table_of_sizes_is_what_the_command_says():
+    from quickvit.bench.flops import Variant
+
+    text = README.read_text()
+    (header,) = re.findall(r"^\| \| (ViT \| h2 .*) \|$", text, re.MULTILINE)
+    families = [name.strip().lower() for name in header.split("|")]
+    for label, size, patch in (("L/16", "large", 16), ("H/14", "huge", 14)):
+        costs = [Variant(family, size, patch).cost() for family in families]
+        parameters = " | ".join(f"{cost.parameters / 1e6:.1f}" for cost in costs)
+        gmacs = " | ".join(f"{cost.macs / 1e9:.1f}" for cost in costs)
+        assert f"| {label}: parameters (M) | {parameters} |" in text
+        assert f"| {label}: GMACs | {gmacs} |" in text
+
+
+def test_the_table_of_speed_is_what_was_measured():
+    results = json.loads((README.parent / "benchmarks" / "cpu_model.json").read_text())["results"]
+    for vit, d8 in zip(results[::2], results[1::2], strict=True):
+        row = f"| {vit['case']} | {vit['ms']:.0f} | {d8['ms']:.0f} | {d8['ratio']:.2f}× |"
+        assert row in README.read_text()

@@ -271,8 +271,7 @@ def test_drop_path_drops_whole_samples():
     assert (block.eval()(x) == x).all(-1).all(-1).sum() == 0
 
 
-@pytest.mark.parametrize("defer", [False, True])
-def test_deferred_branches_add_up_to_the_same_block(defer):
+def test_deferred_branches_add_up_to_the_same_block():
     blocks = [randomize(OcticBlock(16, 1, init_values=1.0), seed).double().eval() for seed in range(3)]
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     expected = blocks[2](blocks[1](blocks[0](x)))

@@ -106,6 +106,9 @@ def test_gelu_overwrites_only_where_no_gradient_needs_its_input():
     torch.testing.assert_close(y, expected)
     y.sum().backward()
     assert kept.grad is not None
+    trained = bias.clone().requires_grad_()
+    octic_gelu(x.clone(), trained, overwrite=True).sum().backward()
+    assert trained.grad is not None
     with torch.no_grad():
         spare = x.clone()
         y = octic_gelu(spare, bias, overwrite=True)

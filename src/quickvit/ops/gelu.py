@@ -23,7 +23,8 @@ def octic_gelu(
     """
     if is_plain():
         return definition(x, bias, group)
-    if overwrite and x.is_contiguous() and not (torch.is_grad_enabled() and x.requires_grad):
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    if overwrite and x.is_contiguous() and not needs_grad:
         _gelu_into(x.flatten(0, -2), bias, group.order)
         return x
     return _gelu(x.flatten(0, -2), bias, group.order).view(x.shape)
