@@ -26,7 +26,8 @@ from quickvit.bench.models import RECIPES
 from quickvit.bench.record import write
 from quickvit.bench.table import table
 from quickvit.bench.timing import COMPILE
-from quickvit.evaluate import embed_images, find_images, input_size, verify_symmetry
+from quickvit.data import find_images
+from quickvit.evaluate import embed_images, input_size, verify_symmetry
 from quickvit.models import QuickVisionTransformer, convert_file
 from quickvit.models.checkpoints import load_weights, read_checkpoint, restore
 from quickvit.testing import randomize
