@@ -11,8 +11,8 @@ from jsonargparse import ArgumentParser, Namespace
 from quickvit.cli.build import build, choose_device, parse_size
 from quickvit.cli.command import Command
 from quickvit.cli.output import NOTHING, print_json, print_table
-from quickvit.data import find_images
-from quickvit.evaluate import embed_images, input_size, verify_symmetry
+from quickvit.data import find_images, input_size
+from quickvit.evaluate import embed_images, verify_symmetry
 from quickvit.testing import randomize
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}

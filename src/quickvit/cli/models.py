@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser, Namespace
 from quickvit.bench.flops import BASELINE, Cost, Part, count, variants
 from quickvit.cli.command import Command
 from quickvit.cli.output import NOTHING, print_json, print_table
-from quickvit.evaluate import input_size
+from quickvit.data import input_size
 from quickvit.models import QuickVisionTransformer, ViT, convert_file, create_model
 from quickvit.models.checkpoints import read_checkpoint
 

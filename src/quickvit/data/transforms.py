@@ -68,9 +68,13 @@ class PixelTransform(ABC):
 
 @dataclass(frozen=True)
 class EvalTransform(PixelTransform):
-    """timm's evaluation: the shorter side resized to img_size / crop_ratio, then the centre."""
+    """timm's evaluation: the shorter side resized to img_size / crop_ratio, then the centre.
+
+    crop_mode: timm's "center"; or "squash" both sides, or add a "border" to the shorter one.
+    """
 
     crop_ratio: float = 1.0
+    crop_mode: str = "center"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,9 +83,13 @@ class EvalTransform(PixelTransform):
 
     @cached_property
     def _transform(self) -> Callable[[Image.Image], Tensor]:
-        options: dict[str, Any] = {"interpolation": self.interpolation, "crop_pct": self.crop_ratio}
         transform: Callable[[Image.Image], Tensor] = create_transform(
-            (3, *self.size), normalize=False, **options
+            (3, *self.size),
+            interpolation=self.interpolation,
+            mean=self.mean,
+            crop_pct=self.crop_ratio,
+            crop_mode=self.crop_mode,
+            normalize=False,
         )
         return transform
 

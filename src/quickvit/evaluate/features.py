@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
-from timm.data.config import resolve_data_config
-from timm.data.transforms_factory import create_transform
-from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
-from quickvit.data import Unreadable, read_image
-from quickvit.models import QuickVisionTransformer
+from quickvit.data import Unreadable, preprocessing, read_image
 
 
 @dataclass(frozen=True)
@@ -34,31 +28,6 @@ class Embedding:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             np.savez(file, features=self.features, paths=np.array(self.paths, dtype=np.str_))
-
-
-def input_size(model: nn.Module) -> tuple[int, int, int]:
-    """Channels, height and width of the images that a Quick ViT or a ViT of timm expects."""
-    if isinstance(model, QuickVisionTransformer):
-        height, width = model.img_size
-        return model.in_chans, height, width
-    if isinstance(model, VisionTransformer) and model.patch_embed.img_size is not None:
-        height, width = model.patch_embed.img_size
-        return model.patch_embed.proj.in_channels, height, width
-    raise ValueError(f"expected a Quick ViT or a ViT of timm with an image size, got {type(model).__name__}")
-
-
-def preprocessing(model: nn.Module) -> Callable[[Image.Image], Tensor]:
-    """The evaluation transform of a model: timm's, for the image size that the model has now."""
-    channels, height, width = input_size(model)
-    if channels != 3:
-        raise ValueError(f"images are read as RGB, but the model wants {channels} channels")
-    options: dict[str, Any] = {"input_size": (channels, height, width)}
-    if not getattr(model, "pretrained_cfg", None):
-        # A model from a checkpoint has no timm configuration; like the named ones it sees the whole image.
-        options["crop_pct"] = 1.0
-    resolve: Callable[..., dict[str, Any]] = resolve_data_config
-    transform: Callable[[Image.Image], Tensor] = create_transform(**resolve(options, model=model))
-    return transform
 
 
 def embed_images(

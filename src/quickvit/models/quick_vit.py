@@ -281,7 +281,9 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
             file = Path(hf_hub_download(model_id, SAFETENSORS_SINGLE_FILE, **download))
         state, inside = read_checkpoint(file)
         changed = {name: value for name, value in options.items() if not config or config.get(name) != value}
-        return restore(config or inside, state, str(file), strict, cls, **changed).to(map_location).eval()
+        # The file also says how images are prepared.
+        config = {**(inside or {}), **config} if config else inside
+        return restore(config, state, str(file), strict, cls, **changed).to(map_location).eval()
 
     # ------------------------------------------------------------------ forward
 
