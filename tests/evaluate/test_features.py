@@ -6,7 +6,8 @@ import torch
 from PIL import Image
 
 from quickvit import QuickVisionTransformer, create_baseline
-from quickvit.evaluate import embed_images, find_images, input_size
+from quickvit.data import find_images
+from quickvit.evaluate import embed_images, input_size
 from quickvit.evaluate.features import preprocessing
 from quickvit.testing import randomize
 

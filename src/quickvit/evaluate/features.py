@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +16,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from quickvit.data import Unreadable, read_image
 from quickvit.models import QuickVisionTransformer
-
-# What Pillow's decoders raise on files that are damaged, foreign or too large.
-UNREADABLE = (
-    OSError,
-    ValueError,
-    SyntaxError,
-    EOFError,
-    struct.error,
-    Image.DecompressionBombError,
-    Image.DecompressionBombWarning,
-)
 
 
 @dataclass(frozen=True)
@@ -73,22 +61,6 @@ def preprocessing(model: nn.Module) -> Callable[[Image.Image], Tensor]:
     return transform
 
 
-def find_images(sources: Iterable[str | Path]) -> list[Path]:
-    """The files among `sources` and all files with an image's suffix in its folders, each once.
-
-    Named files are taken whatever their suffix; folders are searched recursively, in alphabetical order.
-    """
-    suffixes = Image.registered_extensions()
-    found: dict[Path, None] = {}
-    for source in map(Path, sources):
-        if source.is_dir():
-            inside = (p for p in sorted(source.rglob("*")) if p.suffix.lower() in suffixes and p.is_file())
-            found.update(dict.fromkeys(inside))
-        else:
-            found[source] = None
-    return list(found)
-
-
 def embed_images(
     model: nn.Module,
     images: Iterable[str | Path],
@@ -119,10 +91,10 @@ def embed_images(
             batch = []
             for path in chunk:
                 try:
-                    batch.append(_read(path, transform))
+                    batch.append(transform(read_image(path)))
                     read.append(str(path))
-                except UNREADABLE as error:
-                    skipped[str(path)] = " ".join(f"{type(error).__name__}: {error}".split())
+                except Unreadable as error:
+                    skipped[error.path] = error.reason
             if batch:
                 output = model(torch.stack(batch).to(device, dtype))
                 features.append(output.float().cpu().numpy())
@@ -131,11 +103,3 @@ def embed_images(
     width = getattr(model, "num_features", 0)
     stacked = np.concatenate(features) if features else np.zeros((0, width), np.float32)
     return Embedding(stacked, tuple(read), skipped)
-
-
-def _read(path: Path, transform: Callable[[Image.Image], Tensor]) -> Tensor:
-    with warnings.catch_warnings():
-        # Pillow only warns up to twice its limit; the limit is meant.
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        with Image.open(path) as image:
-            return transform(image.convert("RGB"))

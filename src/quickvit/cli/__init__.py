@@ -1,0 +1,47 @@
+"""The command `quickvit`: list, describe, verify and time models, embed images, run the demo."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from jsonargparse import ArgumentParser
+
+from quickvit import __version__
+from quickvit.cli import bench, demo, evaluate, models
+from quickvit.cli.command import Command
+
+COMMANDS: dict[str, Command] = {**models.COMMANDS, **evaluate.COMMANDS, **bench.COMMANDS, **demo.COMMANDS}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code: 0 good, 1 a check failed, 2 wrong arguments or files."""
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parser(argv).parse_args(argv)
+    name = arguments.subcommand
+    chosen = arguments[name]
+    chosen.command_line = shlex.join(["quickvit", *argv])
+    try:
+        return COMMANDS[name].run(chosen)
+    except BrokenPipeError:
+        # Whoever reads the output has seen enough; what is still buffered must not complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"quickvit: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser(argv: Sequence[str]) -> ArgumentParser:
+    """The parser of a command line; only the command that is called spends time on its arguments."""
+    parser = ArgumentParser(prog="quickvit", description=__doc__, version=__version__)
+    called = next((word for word in argv if not word.startswith("-")), None)
+    subcommands = parser.add_subcommands()
+    for name, command in COMMANDS.items():
+        inner = ArgumentParser(description=command.run.__doc__)
+        subcommands.add_subcommand(name, inner, help=command.run.__doc__)
+        if name == called:
+            command.add_arguments(inner)
+    return parser
