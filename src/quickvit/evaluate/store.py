@@ -91,11 +91,12 @@ class ArrayStore:
                 file.truncate(size)
 
     def write(self, rows: Sequence[int] | Tensor, values: Mapping[str, Tensor]) -> None:
-        """Write some rows, given in ascending order, of every array."""
+        """Write some rows, given in ascending order, of some arrays."""
         rows = torch.as_tensor(rows)
         starts = [0, *((rows.diff() != 1).nonzero().flatten() + 1).tolist(), len(rows)]
-        for name, spec in self.specs.items():
-            content = _as_numpy(values[name].to("cpu", spec.dtype).contiguous())
+        for name, value in values.items():
+            spec = self.specs[name]
+            content = _as_numpy(value.to("cpu", spec.dtype).contiguous())
             # A full disk is an error of a write; memory-mapped, it would kill the process.
             with self._path(name).open("r+b") as file:
                 for start, stop in pairwise(starts):
