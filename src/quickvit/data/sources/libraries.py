@@ -11,7 +11,7 @@ from timm.data import create_dataset
 from quickvit.data.images import decoding, read_image, to_rgb
 from quickvit.data.sources.base import ALL, SPLITS, UNLABELLED, Sample
 
-# Where torchvision's data sets keep the names of their classes, and timm's reader.
+# Where torchvision's data sets keep the names of their classes.
 CLASS_NAMES = ("wnids", "classes", "all_categories")
 
 
@@ -70,7 +70,7 @@ def open_torchvision(name: str, root: str | None, split: str, *, labelled: bool 
     if split == ALL:
         raise ValueError(f"{spec} has the splits {', '.join(SPLITS)}, not {split!r}")
     try:
-        # timm knows the second and third of these words for "val", and calls whatever is not "train" that.
+        # These sets have two parts, which timm finds by these words.
         dataset = create_dataset(spec, root=root, split="train" if split == "train" else "validation")
     except AssertionError as error:
         raise ValueError(f"timm knows no {spec}: {error}") from error
