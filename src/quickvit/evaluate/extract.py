@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -16,12 +17,12 @@ from quickvit.data import EvalLoader, Source, Transform
 from quickvit.data.loader import MAX_UNREADABLE
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.ranks import World
-from quickvit.evaluate.store import ArrayStore, Spec, default_cache
+from quickvit.evaluate.store import PRESENT, ArrayStore, Rows, Spec, default_cache
 
 # Files whose size and time of change are looked at to see whether a folder is still the same.
 INSPECTED = 10_000
-# Arrays beside the features: the class of a sample, and whether its image could be read.
-TARGET, PRESENT = "target", "present"
+# The array of the classes, beside the features.
+TARGET = "target"
 
 Compute = Callable[[Tensor], dict[str, Tensor]]
 
@@ -83,14 +84,7 @@ def extract(
     extraction = extraction or Extraction()
     compute = backbone.dense if dense else backbone.pooled
     store = _open_store(backbone, source, transform, extraction, compute)
-    world = extraction.world
-    missing = world.gather(store.missing() if world.main else [])[0]
-    if missing:
-        if world.main:
-            store.prepare()
-        world.barrier()
-        _fill(store, missing[world.rank :: world.size], backbone, source, transform, extraction, compute)
-        world.barrier()
+    store.fill(partial(_compute, backbone, source, transform, extraction, compute), extraction.world)
     arrays = {name: store.read(name) for name in store.specs}
     present, targets = arrays.pop(PRESENT).bool(), arrays.pop(TARGET)
     indices = present.nonzero().flatten()
@@ -126,53 +120,37 @@ def _open_store(
         "transform": repr(transform),
         "seed": extraction.seed,
     }
-    marks = {TARGET: Spec((), torch.int64), PRESENT: Spec((), torch.uint8)}
     root = default_cache() if extraction.cache is None else extraction.cache
-    return ArrayStore(root, backbone.name, key, len(source), {**specs, **marks})
+    return ArrayStore(root, backbone.name, key, len(source), {**specs, TARGET: Spec((), torch.int64)})
 
 
-def _fill(
-    store: ArrayStore,
-    chunks: Sequence[int],
+def _compute(
     backbone: Backbone,
     source: Source,
     transform: Transform,
     extraction: Extraction,
     compute: Compute,
-) -> None:
-    """Compute these chunks, and declare each whole as soon as it is."""
+    indices: Sequence[int],
+) -> Iterator[Rows]:
+    """The features and targets of these samples, batch by batch."""
     loader = EvalLoader(
         source,
         transform,
         batch_size=extraction.batch_size,
-        indices=[row for number in chunks for row in store.chunk(number)],
+        indices=indices,
         seed=extraction.seed,
         workers=extraction.workers,
         max_unreadable=extraction.max_unreadable,
         device=backbone.device,
     )
-    total = sum(len(store.chunk(number)) for number in chunks)
     shown = extraction.progress and extraction.world.main
-    left, seen = list(chunks), set[int]()
-
-    def commit(until: int) -> None:
-        while left and store.chunk(left[0]).stop <= until:
-            rows = store.chunk(left[0])
-            store.write(rows, {PRESENT: torch.tensor([row in seen for row in rows])})
-            store.commit(left.pop(0), writer=extraction.world.rank)
-
-    with tqdm(total=total, desc=f"features of {source.name}", unit="image", disable=not shown) as bar:
+    with tqdm(total=len(indices), desc=f"features of {source.name}", unit="image", disable=not shown) as bar:
         for batch in loader:
             features = compute(batch.images)
             rows = batch.indices.tolist()
             for values in features.values():
                 if not values.isfinite().all():
-                    broken = rows[int((~values.isfinite()).flatten(1).any(1).nonzero()[0])]
-                    raise ValueError(
-                        f"{backbone.name} gives {source.describe(broken)} features that are not finite"
-                    )
-            store.write(rows, {**features, TARGET: batch.targets})
-            seen.update(rows)
-            commit(rows[-1] + 1)
+                    broken = source.describe(rows[int((~values.isfinite()).flatten(1).any(1).nonzero()[0])])
+                    raise ValueError(f"{backbone.name} gives {broken} features that are not finite")
+            yield rows, {**features, TARGET: batch.targets}
             bar.update(len(rows))
-    commit(store.rows)

@@ -1,6 +1,6 @@
 """Arrays with a row per sample on disk, written in chunks that are each whole or missing, read memory-mapped.
 
-A chunk counts as whole if its checksum is in a ledger. First extraction, resumption after an interruption and
+A chunk counts as whole if its checksum is in a ledger. First computation, resumption after an interruption and
 repair of a damaged file are therefore the same: fill in what is missing.
 """
 
@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from quickvit.evaluate.ranks import World
 
 # Rows that are kept or redone together.
 CHUNK = 512
@@ -33,6 +35,11 @@ NUMPY_TYPES = {
     torch.uint8: np.uint8,
     torch.int64: np.int64,
 }
+# The array that says which rows were written; an image that cannot be read leaves its row empty.
+PRESENT = "present"
+
+# Some rows, ascending, and the values of the arrays there.
+Rows = tuple[Sequence[int], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class ArrayStore:
         outline = {name: [list(spec.shape), str(spec.dtype)] for name, spec in specs.items()}
         text = json.dumps({**key, "rows": rows, "arrays": outline}, indent=2, sort_keys=True)
         digest = blake2b(text.encode(), digest_size=8).hexdigest()
-        self.rows, self.specs = rows, dict(specs)
+        self.rows, self.specs = rows, {**specs, PRESENT: Spec((), torch.uint8)}
         self.folder = Path(root).expanduser() / "-".join([re.sub(r"[^\w.-]+", "_", label), digest])
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "key.json").write_text(text + "\n", encoding="utf-8")
@@ -75,6 +82,26 @@ class ArrayStore:
         return range(number * CHUNK, min((number + 1) * CHUNK, self.rows))
 
     # ------------------------------------------------------------------ writing
+
+    def fill(self, produce: Callable[[Sequence[int]], Iterable[Rows]], world: World | None = None) -> None:
+        """Have `produce` compute the rows of what is missing, in order, shared between all processes."""
+        world = world or World()
+        missing = world.gather(self.missing() if world.main else [])[0]
+        if not missing:
+            return
+        if world.main:
+            self.prepare()
+        world.barrier()
+        left = missing[world.rank :: world.size]
+        seen: set[int] = set()
+        for rows, values in produce([row for number in left for row in self.chunk(number)]):
+            self.write(rows, values)
+            seen.update(rows)
+            while left and self.chunk(left[0])[-1] <= rows[-1]:
+                self.commit(left.pop(0), seen, world.rank)
+        for number in left:
+            self.commit(number, seen, world.rank)
+        world.barrier()
 
     def prepare(self) -> None:
         """Give every file its full size, if the disk has room for what is not there yet."""
@@ -104,8 +131,10 @@ class ArrayStore:
                         file.seek(int(rows[start]) * spec.row_bytes)
                         file.write(content[start:stop].tobytes())
 
-    def commit(self, number: int, writer: int = 0) -> None:
-        """Declare a chunk whole; writers at the same time need numbers of their own."""
+    def commit(self, number: int, present: Container[int], writer: int = 0) -> None:
+        """Declare a chunk whole, of which some rows are present; simultaneous writers have different numbers."""
+        rows = self.chunk(number)
+        self.write(rows, {PRESENT: torch.tensor([row in present for row in rows])})
         line = " ".join([str(number), *(f"{name}:{self._checksum(name, number):08x}" for name in self.specs)])
         with (self.folder / f"ledger.{writer}").open("a", encoding="utf-8") as ledger:
             # A line that a crash cut off must not swallow this one.
@@ -113,16 +142,15 @@ class ArrayStore:
 
     # ------------------------------------------------------------------ reading
 
-    def missing(self, names: Sequence[str] | None = None) -> list[int]:
-        """The chunks that are not whole in all of these arrays, by default in all there are."""
-        names = list(self.specs) if names is None else names
-        if not all(self._path(name).is_file() for name in names):
+    def missing(self) -> list[int]:
+        """The chunks that are not whole in all arrays."""
+        if not all(self._path(name).is_file() for name in self.specs):
             return list(range(len(self)))
         known = set(self._ledgers())
         return [
             number
             for number in range(len(self))
-            if not all((number, name, f"{self._checksum(name, number):08x}") in known for name in names)
+            if not all((number, name, f"{self._checksum(name, number):08x}") in known for name in self.specs)
         ]
 
     def read(self, name: str) -> Tensor:
