@@ -124,7 +124,8 @@ class TrainLoader:
 class EvalLoader:
     """All samples in order, each once over all ranks: the source is cut into one part for each.
 
-    Unreadable images are left out, logged, and kept in `unreadable`. batch_size: of each rank.
+    Unreadable images are left out, logged, and kept in `unreadable`. batch_size: of each rank. indices: some of
+    the samples, by default all; what becomes of a sample does not depend on the others.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class EvalLoader:
         transform: Transform,
         *,
         batch_size: int,
+        indices: Sequence[int] | None = None,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
@@ -142,8 +144,9 @@ class EvalLoader:
     ) -> None:
         _check_ranks(rank, world_size)
         _check_least(1, batch_size=batch_size)
-        first, last = (number * len(source) // world_size for number in (rank, rank + 1))
-        self._parts = _Parts(source, transform, seed, range(first, last), batch_size)
+        indices = range(len(source)) if indices is None else indices
+        first, last = (number * len(indices) // world_size for number in (rank, rank + 1))
+        self._parts = _Parts(source, transform, seed, indices[first:last], batch_size)
         self._pipeline = _Pipeline(source, transform, workers, max_unreadable, torch.device(device))
 
     @property
@@ -246,7 +249,7 @@ class _Parts(Dataset[_Loaded]):
     source: Source
     transform: Transform
     seed: int
-    part: range
+    part: Sequence[int]
     batch_size: int
 
     def __len__(self) -> int:
