@@ -4,7 +4,7 @@ from quickvit.data.images import UNREADABLE, Unreadable, find_images, read_image
 from quickvit.data.loader import Batch, EvalLoader, TooManyUnreadable, TrainLoader
 from quickvit.data.mixing import Mixing
 from quickvit.data.seeds import derived_seed
-from quickvit.data.sources import Sample, Source, open_source
+from quickvit.data.sources import Sample, Source, cache, open_source
 from quickvit.data.transforms import (
     DeiT3Transform,
     EvalTransform,
@@ -28,6 +28,7 @@ __all__ = [
     "TrainLoader",
     "Transform",
     "Unreadable",
+    "cache",
     "deit3_transform",
     "derived_seed",
     "eval_transform",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 REPLACEMENTS = 16
 # Batches that each worker prepares ahead.
 AHEAD = 2
+# Images that may be unreadable before a run stops: a number, or below 1 a fraction of all.
+MAX_UNREADABLE = 0.05
 
 
 class Batch(NamedTuple):
@@ -39,40 +42,6 @@ class TooManyUnreadable(ValueError):
     def __init__(self, message: str, unreadable: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(message)
         self.unreadable = list(unreadable)
-
-
-@dataclass
-class Losses:
-    """The unreadable images of a source that were met so far, and how many are too many.
-
-    limit: a number of images, or below 1 a fraction of the source.
-    """
-
-    source: Source
-    limit: float
-    reasons: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.limit < 0:
-            raise ValueError(
-                f"max_unreadable must be a fraction below 1 or a number of images, got {self.limit}"
-            )
-
-    def note(self, unreadable: Sequence[tuple[str, str]]) -> None:
-        """Log each image once, and stop when there are too many."""
-        for path, reason in unreadable:
-            if path not in self.reasons:
-                self.reasons[path] = reason
-                logger.warning("cannot read %s: %s", path, reason)
-        allowed = self.limit * len(self.source) if self.limit < 1 else self.limit
-        if len(self.reasons) > allowed:
-            self.stop(f"more than max_unreadable={self.limit:g} allows")
-
-    def stop(self, why: str) -> None:
-        """Raise `TooManyUnreadable` with the list."""
-        listed = "\n".join(f"  {path}: {reason}" for path, reason in self.reasons.items())
-        share = f"{len(self.reasons)} of the {len(self.source)} images of {self.source.name}"
-        raise TooManyUnreadable(f"{share} cannot be read, {why}:\n{listed}", list(self.reasons.items()))
 
 
 class TrainLoader:
@@ -104,64 +73,56 @@ class TrainLoader:
         rank: int = 0,
         world_size: int = 1,
         workers: int = 0,
-        max_unreadable: float = 0.05,
+        max_unreadable: float = MAX_UNREADABLE,
         device: torch.device | str = "cpu",
     ) -> None:
-        _check(batch_size=batch_size, repeats=repeats, world_size=world_size, rank=rank, workers=workers)
+        _check_ranks(rank, world_size)
+        _check_least(1, batch_size=batch_size, repeats=repeats)
         if batch_size % world_size:
             raise ValueError(f"batch_size must be a multiple of the {world_size} ranks, got {batch_size}")
-        if steps_per_epoch is None:
-            steps_per_epoch = len(source) // batch_size
-            if not steps_per_epoch:
-                raise ValueError(
-                    f"batch_size must be at most the {len(source)} images of {source.name}, got {batch_size}; "
-                    "or set steps_per_epoch"
-                )
-        _check(steps_per_epoch=steps_per_epoch)
-        self.steps_per_epoch = steps_per_epoch
-        self.mixing, self.seed, self.workers, self.device = mixing, seed, workers, torch.device(device)
-        self.transform = transform
-        self.first = rank * (batch_size // world_size)
+        if steps_per_epoch is None and batch_size > len(source):
+            raise ValueError(
+                f"batch_size must be at most the {len(source)} images of {source.name}, got {batch_size}; "
+                "or set steps_per_epoch"
+            )
+        self.steps_per_epoch = len(source) // batch_size if steps_per_epoch is None else steps_per_epoch
+        _check_least(1, steps_per_epoch=self.steps_per_epoch)
+        share = batch_size // world_size
         self._steps = _Steps(
             source,
             transform,
             seed,
-            batch_size,
-            steps_per_epoch,
-            repeats,
-            self.first,
-            batch_size // world_size,
+            order=_Order(len(source), seed, self.steps_per_epoch * batch_size, repeats),
+            batch_size=batch_size,
+            part=slice(rank * share, (rank + 1) * share),
         )
-        self._losses = Losses(source, max_unreadable)
+        self._mixing = mixing
+        self._pipeline = _Pipeline(source, transform, workers, max_unreadable, torch.device(device))
 
     @property
     def unreadable(self) -> list[tuple[str, str]]:
         """Path and reason of each image that could not be read so far."""
-        return list(self._losses.reasons.items())
+        return list(self._pipeline.unreadable.items())
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """The batches of the steps start … stop − 1 of the run.
 
         Ask for all at once: workers start anew each time.
         """
-        for step, loaded in zip(
-            range(start, stop), _load(self._steps, range(start, stop), self.workers, self.device), strict=True
-        ):
-            self._losses.note(loaded.unreadable)
-            if loaded.batch is None:
-                self._losses.stop(f"and {REPLACEMENTS} others in place of one neither")
-                return
-            batch = _finish(loaded.batch, self.transform, self.device)
-            if self.mixing is not None:
-                mixed = self.mixing(
-                    batch.images, batch.targets, derived_seed(self.seed, step, "mixing"), self.first
-                )
-                batch = Batch(*mixed, batch.indices)
-            yield batch
+        steps = range(start, stop)
+        for step, batch in zip(steps, self._pipeline.run(self._steps, steps), strict=True):
+            if batch is None:
+                raise self._pipeline.error(f"and neither can {REPLACEMENTS} others in place of one")
+            if self._mixing is None:
+                yield batch
+                continue
+            seed = derived_seed(self._steps.seed, step, "mixing")
+            images, targets = self._mixing(batch.images, batch.targets, seed, self._steps.part.start)
+            yield Batch(images, targets, batch.indices)
 
 
 class EvalLoader:
-    """All samples in order, each once over all ranks; a rank has one part of the source.
+    """All samples in order, each once over all ranks: the source is cut into one part for each.
 
     Unreadable images are left out, logged, and kept in `unreadable`. batch_size: of each rank.
     """
@@ -172,32 +133,42 @@ class EvalLoader:
         transform: Transform,
         *,
         batch_size: int,
+        seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
         workers: int = 0,
-        seed: int = 0,
-        max_unreadable: float = 0.05,
+        max_unreadable: float = MAX_UNREADABLE,
         device: torch.device | str = "cpu",
     ) -> None:
-        _check(batch_size=batch_size, world_size=world_size, rank=rank, workers=workers)
-        self.transform, self.workers, self.device = transform, workers, torch.device(device)
-        part = range(rank * len(source) // world_size, (rank + 1) * len(source) // world_size)
-        self._parts = _Parts(source, transform, seed, part, batch_size)
-        self._losses = Losses(source, max_unreadable)
+        _check_ranks(rank, world_size)
+        _check_least(1, batch_size=batch_size)
+        first, last = (number * len(source) // world_size for number in (rank, rank + 1))
+        self._parts = _Parts(source, transform, seed, range(first, last), batch_size)
+        self._pipeline = _Pipeline(source, transform, workers, max_unreadable, torch.device(device))
 
     @property
     def unreadable(self) -> list[tuple[str, str]]:
         """Path and reason of each image that could not be read so far."""
-        return list(self._losses.reasons.items())
+        return list(self._pipeline.unreadable.items())
 
     def __len__(self) -> int:
         return len(self._parts)
 
     def __iter__(self) -> Iterator[Batch]:
-        for loaded in _load(self._parts, range(len(self)), self.workers, self.device):
-            self._losses.note(loaded.unreadable)
-            if loaded.batch is not None:
-                yield _finish(loaded.batch, self.transform, self.device)
+        batches = self._pipeline.run(self._parts, range(len(self)))
+        return (batch for batch in batches if batch is not None)
+
+
+def _check_ranks(rank: int, world_size: int) -> None:
+    _check_least(1, world_size=world_size)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be from 0 to {world_size - 1}, got {rank}")
+
+
+def _check_least(least: int, **numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 # ---------------------------------------------------------------------- in the workers
@@ -210,97 +181,107 @@ class _Loaded(NamedTuple):
     unreadable: list[tuple[str, str]]
 
 
-class _Steps(Dataset[_Loaded]):
-    """One rank's slice of each training batch, by step."""
+@dataclass
+class _Order:
+    """The samples of each epoch, in as many passes over the source as its images need."""
 
-    def __init__(
-        self,
-        source: Source,
-        transform: Transform,
-        seed: int,
-        batch_size: int,
-        steps_per_epoch: int,
-        repeats: int,
-        first: int,
-        number: int,
-    ) -> None:
-        self.source, self.transform, self.seed = source, transform, seed
-        self.batch_size, self.steps_per_epoch, self.repeats = batch_size, steps_per_epoch, repeats
-        self.first, self.number = first, number
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+    samples: int
+    seed: int
+    images: int
+    repeats: int
+    _epoch: int = -1
+    _order: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def __call__(self, epoch: int, place: int) -> tuple[int, int]:
+        """The sample at a place of an epoch, and how many times the epoch had it before."""
+        if epoch != self._epoch:
+            passes = range(-(-self.images // (self.samples * self.repeats)))
+            self._order = torch.cat([self._shuffled(epoch, number) for number in passes])
+            self._epoch = epoch
+        number, inside = divmod(place, self.samples * self.repeats)
+        sample = self._order[number * self.samples + inside // self.repeats]
+        return int(sample), number * self.repeats + inside % self.repeats
+
+    def _shuffled(self, epoch: int, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, epoch, "order", number))
+        return torch.randperm(self.samples, generator=generator)
+
+
+@dataclass
+class _Steps(Dataset[_Loaded]):
+    """One rank's part of each training batch, by step."""
+
+    source: Source
+    transform: Transform
+    seed: int
+    order: _Order
+    batch_size: int
+    part: slice
 
     def __getitem__(self, step: int) -> _Loaded:
-        epoch, step = divmod(step, self.steps_per_epoch)
+        epoch, first = divmod(step * self.batch_size, self.order.images)
+        places = range(first, first + self.batch_size)
         # Repetitions of a sample go to different ranks, and are not mixed with each other.
-        places = sorted(
-            range(step * self.batch_size, (step + 1) * self.batch_size),
-            key=lambda place: place % self.repeats,
-        )[self.first : self.first + self.number]
-        order = self._get_order(epoch)
-        samples, unreadable = [], []
-        for place in places:
-            index = int(order[place])
-            view = place // (len(self.source) * self.repeats) * self.repeats + place % self.repeats
+        places_apart = sorted(places, key=lambda place: place % self.order.repeats)
+        samples: list[_Tensors] = []
+        unreadable: list[tuple[str, str]] = []
+        for place in places_apart[self.part]:
+            index, view = self.order(epoch, place)
             seed = derived_seed(self.seed, epoch, index, view)
-            for attempt in range(REPLACEMENTS + 1):
-                if attempt:
-                    index = derived_seed(seed, "replacement", attempt) % len(self.source)
-                try:
-                    samples.append(_sample(self.source, self.transform, index, seed))
-                    break
-                except Unreadable as error:
-                    unreadable.append((error.path, error.reason))
-            else:
+            others = (derived_seed(seed, "replacement", i) % len(self.source) for i in range(REPLACEMENTS))
+            candidates = (
+                _read(self.source, self.transform, i, seed, unreadable) for i in chain([index], others)
+            )
+            sample = next((found for found in candidates if found is not None), None)
+            if sample is None:
                 return _Loaded(None, unreadable)
+            samples.append(sample)
         return _Loaded(_collate(samples), unreadable)
 
-    def _get_order(self, epoch: int) -> Tensor:
-        """The samples of an epoch, in as many passes over the source as its steps need."""
-        if epoch != self._epoch:
-            count = len(self.source)
-            needed = self.steps_per_epoch * self.batch_size
-            passes = []
-            for number in range(-(-needed // (count * self.repeats))):
-                generator = torch.Generator().manual_seed(derived_seed(self.seed, epoch, "order", number))
-                passes.append(torch.randperm(count, generator=generator).repeat_interleave(self.repeats))
-            self._epoch, self._order = epoch, torch.cat(passes)[:needed]
-        return self._order
 
-
+@dataclass
 class _Parts(Dataset[_Loaded]):
-    """Consecutive samples of a part of a source, by batch."""
+    """Consecutive samples of a part of the source, by batch."""
 
-    def __init__(self, source: Source, transform: Transform, seed: int, part: range, batch_size: int) -> None:
-        self.source, self.transform, self.seed, self.part, self.batch_size = (
-            source,
-            transform,
-            seed,
-            part,
-            batch_size,
-        )
+    source: Source
+    transform: Transform
+    seed: int
+    part: range
+    batch_size: int
 
     def __len__(self) -> int:
         return -(-len(self.part) // self.batch_size)
 
     def __getitem__(self, number: int) -> _Loaded:
-        samples, unreadable = [], []
-        for index in self.part[number * self.batch_size : (number + 1) * self.batch_size]:
-            try:
-                samples.append(
-                    _sample(self.source, self.transform, index, derived_seed(self.seed, 0, index, 0))
-                )
-            except Unreadable as error:
-                unreadable.append((error.path, error.reason))
+        unreadable: list[tuple[str, str]] = []
+        indices = self.part[number * self.batch_size : (number + 1) * self.batch_size]
+        seeds = (derived_seed(self.seed, index) for index in indices)
+        samples = [
+            sample
+            for index, seed in zip(indices, seeds, strict=True)
+            if (sample := _read(self.source, self.transform, index, seed, unreadable)) is not None
+        ]
         return _Loaded(_collate(samples) if samples else None, unreadable)
 
 
-def _sample(source: Source, transform: Transform, index: int, seed: int) -> tuple[Tensor, int, int]:
-    sample = source.read(index)
+_Tensors = tuple[Tensor, int, int]
+
+
+def _read(
+    source: Source, transform: Transform, index: int, seed: int, unreadable: list[tuple[str, str]]
+) -> _Tensors | None:
+    """Image, target and index of a sample; or nothing, and why."""
+    try:
+        image, target = source.read(index)
+    except Unreadable as error:
+        unreadable.append((error.path, error.reason))
+        return None
+    # Bytes are a quarter of the traffic between processes.
     make = transform.pixels if isinstance(transform, PixelTransform) else transform
-    return make(sample.image, seed), sample.target, index
+    return make(image, seed), target, index
 
 
-def _collate(samples: list[tuple[Tensor, int, int]]) -> Batch:
+def _collate(samples: Sequence[_Tensors]) -> Batch:
     images, targets, indices = zip(*samples, strict=True)
     return Batch(torch.stack(images), torch.tensor(targets), torch.tensor(indices))
 
@@ -308,32 +289,59 @@ def _collate(samples: list[tuple[Tensor, int, int]]) -> Batch:
 # ---------------------------------------------------------------------- in the training process
 
 
-def _load(dataset: Dataset[_Loaded], keys: range, workers: int, device: torch.device) -> Iterator[_Loaded]:
-    """The entries of a dataset in order, made by worker processes."""
-    options: dict[str, Any] = {"prefetch_factor": AHEAD} if workers else {}
-    return iter(
-        DataLoader(
+@dataclass
+class _Pipeline:
+    """From batches that workers load to batches on a device, and a record of what could not be read."""
+
+    source: Source
+    transform: Transform
+    workers: int
+    max_unreadable: float
+    device: torch.device
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_least(0, workers=self.workers)
+        if self.max_unreadable < 0:
+            raise ValueError(
+                f"max_unreadable is a number of images, or below 1 a fraction of all; got {self.max_unreadable}"
+            )
+
+    def run(self, dataset: Dataset[_Loaded], keys: range) -> Iterator[Batch | None]:
+        """The batches with these keys, in their order."""
+        options: dict[str, Any] = {"prefetch_factor": AHEAD} if self.workers else {}
+        loader = DataLoader(
             dataset,
             batch_size=None,
             sampler=keys,
-            num_workers=workers,
-            pin_memory=device.type == "cuda",
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
             **options,
         )
-    )
+        for loaded in loader:
+            self._note(loaded.unreadable)
+            yield None if loaded.batch is None else self._finish(loaded.batch)
 
+    def error(self, why: str) -> TooManyUnreadable:
+        """An error with the list of what could not be read."""
+        lines = [
+            f"{len(self.unreadable)} of the {len(self.source)} images of {self.source.name} cannot be read, {why}:"
+        ]
+        lines += [f"  {path}: {reason}" for path, reason in self.unreadable.items()]
+        return TooManyUnreadable("\n".join(lines), list(self.unreadable.items()))
 
-def _finish(batch: Batch, transform: Transform, device: torch.device) -> Batch:
-    images, targets, indices = (tensor.to(device, non_blocking=True) for tensor in batch)
-    return Batch(
-        transform.normalize(images) if isinstance(transform, PixelTransform) else images, targets, indices
-    )
+    def _note(self, unreadable: Sequence[tuple[str, str]]) -> None:
+        """Log each image once, and stop if there are too many."""
+        for path, reason in unreadable:
+            if path not in self.unreadable:
+                self.unreadable[path] = reason
+                logger.warning("cannot read %s: %s", path, reason)
+        share = len(self.source) if self.max_unreadable < 1 else 1
+        if len(self.unreadable) > self.max_unreadable * share:
+            raise self.error(f"more than max_unreadable={self.max_unreadable:g} allows")
 
-
-def _check(**numbers: int) -> None:
-    for name, value in numbers.items():
-        least = int(name not in ("rank", "workers"))
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-    if "rank" in numbers and numbers["rank"] >= numbers["world_size"]:
-        raise ValueError(f"rank must be below the world size {numbers['world_size']}, got {numbers['rank']}")
+    def _finish(self, batch: Batch) -> Batch:
+        images, targets, indices = (tensor.to(self.device, non_blocking=True) for tensor in batch)
+        if isinstance(self.transform, PixelTransform):
+            images = self.transform.normalize(images)
+        return Batch(images, targets, indices)

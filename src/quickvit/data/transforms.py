@@ -20,6 +20,7 @@ from torch import Tensor
 from torchvision.transforms import functional
 
 Color = tuple[float, float, float]
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 # An image and a seed → what a model sees of it.
 Transform = Callable[[Image.Image, int], Tensor]
 
@@ -33,6 +34,15 @@ class PixelTransform(ABC):
     interpolation: str = "bicubic"
     mean: Color = IMAGENET_DEFAULT_MEAN
     std: Color = IMAGENET_DEFAULT_STD
+
+    def __post_init__(self) -> None:
+        if min(self.size) < 1:
+            raise ValueError(f"img_size must be at least 1, got {self.img_size}")
+        if self.interpolation not in INTERPOLATIONS:
+            known = ", ".join(INTERPOLATIONS)
+            raise ValueError(f"unknown interpolation {self.interpolation!r}; expected one of {known}")
+        if min(self.std) <= 0:
+            raise ValueError(f"std must be above 0, got {self.std}")
 
     @abstractmethod
     def pixels(self, image: Image.Image, seed: int) -> Tensor:
@@ -61,6 +71,11 @@ class EvalTransform(PixelTransform):
     """timm's evaluation: the shorter side resized to img_size / crop_ratio, then the centre."""
 
     crop_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.crop_ratio <= 1:
+            raise ValueError(f"crop_ratio must be above 0 and at most 1, got {self.crop_ratio}")
 
     @cached_property
     def _transform(self) -> Callable[[Image.Image], Tensor]:
@@ -104,6 +119,19 @@ class DeiT3Transform(PixelTransform):
     flip: float = 0.5
     three_augment: bool = True
     color_jitter: float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("scale", "ratio"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high:
+                raise ValueError(f"{name} must be two rising numbers above 0, got {(low, high)}")
+        if self.scale[1] > 1:
+            raise ValueError(f"scale must be at most 1, got {self.scale[1]}")
+        if not 0 <= self.flip <= 1:
+            raise ValueError(f"flip must be from 0 to 1, got {self.flip}")
+        if self.color_jitter < 0:
+            raise ValueError(f"color_jitter must be at least 0, got {self.color_jitter}")
 
     def pixels(self, image: Image.Image, seed: int) -> Tensor:
         """The crop that the seed decides, as bytes."""
