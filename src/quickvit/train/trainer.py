@@ -101,7 +101,9 @@ class Trainer:
     The run folder holds `checkpoints`, `metrics.jsonl`, what the recipe exports, and `captured` batches.
     """
 
-    def __init__(self, recipe: Recipe, run: RunConfig, folder: Path | None = None, world: World | None = None):
+    def __init__(
+        self, recipe: Recipe, run: RunConfig, folder: Path | None = None, world: World | None = None
+    ):
         self.recipe, self.run, self.folder = recipe, run, folder
         self.world = world = world or World()
         if recipe.batch_size % (world.size * run.accumulate):
@@ -128,7 +130,11 @@ class Trainer:
             stack.enter_context(logging_redirect_tqdm())
             log = stack.enter_context(
                 Log(
-                    folder, start, tensorboard=run.tensorboard, wandb=run.wandb, config=dict(recipe.settings())
+                    folder,
+                    start,
+                    tensorboard=run.tensorboard,
+                    wandb=run.wandb,
+                    config=dict(recipe.settings()),
                 )
             )
             bar = stack.enter_context(self._bar(start, label or recipe.name))
