@@ -10,6 +10,7 @@ import torch
 from timm.data.config import resolve_data_config
 from torch import Tensor, nn
 
+from quickvit.data import EvalTransform
 from quickvit.models import QuickVisionTransformer
 
 # As many last layers as DINOv2's linear probe sees at most.
@@ -53,11 +54,17 @@ class Backbone:
         quick = isinstance(self.model, QuickVisionTransformer)
         return depth - max(self.model.octic_depth - 1, 0) if quick else depth
 
-    @property
-    def normalisation(self) -> dict[str, tuple[float, float, float]]:
-        """Mean and standard deviation of the colours, as the model's timm configuration says."""
-        config: dict[str, Any] = resolve_data_config({}, model=self.model)
-        return {key: tuple(config[key]) for key in ("mean", "std")}
+    def transform(self, crop_ratio: float = 1.0, crop_mode: str = "center") -> EvalTransform:
+        """Images at the model's size and in its colours, cut out as a protocol wants it; bicubic, as in DINOv2."""
+        declared = getattr(self.model, "pretrained_cfg", None) or {}
+        colours: dict[str, Any] = resolve_data_config(declared, use_test_size=False)
+        return EvalTransform(
+            self.img_size,
+            mean=colours["mean"],
+            std=colours["std"],
+            crop_ratio=crop_ratio,
+            crop_mode=crop_mode,
+        )
 
     def pooled(self, images: Tensor) -> dict[str, Tensor]:
         """Vectors [B, C] of images: class_1 … class_4 of the last layers, last first, and the last one's average.

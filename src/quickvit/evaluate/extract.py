@@ -16,8 +16,8 @@ from tqdm import tqdm
 from quickvit.data import EvalLoader, Source, Transform
 from quickvit.data.loader import MAX_UNREADABLE
 from quickvit.evaluate.backbone import Backbone
-from quickvit.train.distributed import World
 from quickvit.evaluate.store import PRESENT, ArrayStore, Rows, Spec, default_cache
+from quickvit.train.distributed import World
 
 # Files whose size and time of change are looked at to see whether a folder is still the same.
 INSPECTED = 10_000
