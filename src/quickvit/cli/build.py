@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from quickvit.models import QuickVisionTransformer, ViT, create_model
 from quickvit.models.checkpoints import load_weights, read_checkpoint, restore
 
+# The file of a run with the trained model.
+RESULT = "model.safetensors"
 # What makes a checkpoint a model of another name.
 ARCHITECTURE = ("family", "embed_dim", "depth", "num_heads", "patch_size")
 
@@ -41,6 +44,18 @@ def build(
             )
         model.set_input_size(img_size)
     return model
+
+
+def load_trained(path: str | Path, name: str | None = None) -> ViT:
+    """The model of a checkpoint or of the run in a folder; `name` for weights that do not say whose they are."""
+    path = Path(path)
+    file = path / RESULT if path.is_dir() else path
+    state, config = read_checkpoint(file)
+    if name is not None:
+        return build(name, str(file), turning=True)
+    if config is None:
+        raise ValueError(f"{file} does not say which model it is; give its name with --model")
+    return restore(config, state, str(file))
 
 
 def parse_size(text: str) -> tuple[int, int]:
