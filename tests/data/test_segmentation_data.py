@@ -114,7 +114,7 @@ def test_names_and_ignored_labels(folder):
         (lambda mask: save(mask, np.zeros((6, 8, 3))), r"a\.png has mode RGB, which holds colours"),
         (lambda mask: mask.write_bytes(b"no mask"), r"cannot read .*a\.png: UnidentifiedImageError"),
         (
-            lambda mask: Image.fromarray(np.full((6, 8), 300, np.int32)).save(mask),
+            lambda mask: Image.fromarray(np.full((6, 8), 300, np.uint16)).save(mask),
             r"a\.png has the label 300",
         ),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from hashlib import blake2b
 from inspect import signature
 from typing import Any
@@ -56,7 +57,7 @@ class Backbone:
 
     def transform(self, crop_ratio: float = 1.0, crop_mode: str = "center") -> EvalTransform:
         """Images at the model's size and in its colours, cut out as a protocol wants it; bicubic, as in DINOv2."""
-        declared = getattr(self.model, "pretrained_cfg", None) or {}
+        declared = getattr(self.model, "pretrained_cfg", None) or {"mean": None}
         colours: dict[str, Any] = resolve_data_config(declared, use_test_size=False)
         return EvalTransform(
             self.img_size,
@@ -84,6 +85,7 @@ class Backbone:
         """The features of the patches [B, H, W, C] of the last layer, as "patches"."""
         return {"patches": self._finish(self._tokens(images, 1)[-1][0].permute(0, 2, 3, 1))}
 
+    @cached_property
     def identity(self) -> dict[str, Any]:
         """What decides the features besides the images: name, structure and weights without the head, precision."""
         config = getattr(self.model, "config", {})

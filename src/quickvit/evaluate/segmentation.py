@@ -24,9 +24,11 @@ from quickvit.data.segmentation import SegmentationSource
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.extract import Extraction, describe_source, extract
 from quickvit.evaluate.knn import Metric, nearest
-from quickvit.evaluate.logistic import fit_logistic, moments
+from quickvit.evaluate.logistic import LogisticRegression, fit_logistic, moments
 from quickvit.evaluate.metrics import accuracy, confusion_matrix, iou, mean_iou
-from quickvit.evaluate.store import ArrayStore, Rows, Spec, default_cache
+from quickvit.evaluate.rotation import UPRIGHT, Pose
+from quickvit.evaluate.selection import FRACTION, Trial, best
+from quickvit.evaluate.store import ArrayStore, Rows, Spec
 from quickvit.train.distributed import World
 
 # Images whose patches are handled, and votes that are counted, at one time.
@@ -48,16 +50,8 @@ class SegmentationProtocol:
     metrics: tuple[Metric, ...] = ("cosine", "l2")
     cs: tuple[float, ...] = tuple(10 ** (-6 + 11 * i / 7) for i in range(8))
     max_iterations: int = 1000
-    fraction: float = 0.1
+    fraction: float = FRACTION
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Hyper-parameters, and the mean IoU on the images held out."""
-
-    choice: dict[str, Any]
-    mean_iou: float
 
 
 @dataclass(frozen=True)
@@ -112,32 +106,74 @@ class SegmentationData:
 
 
 def load_segmentation(
-    backbone: Backbone, source: SegmentationSource, extraction: Extraction | None = None
+    backbone: Backbone,
+    source: SegmentationSource,
+    extraction: Extraction | None = None,
+    *,
+    pose: Pose = UPRIGHT,
+    circle: bool = False,
 ) -> SegmentationData:
-    """Features and masks of a source, from the cache or computed into it."""
+    """Features and masks of a source, from the cache or computed into it; in a pose, masks turn with their images.
+
+    What a turn brings in from outside has the label 255 and is ignored.
+    """
     extraction = extraction or Extraction()
     transform = backbone.transform(crop_mode="squash")
-    found = extract(backbone, source, transform, extraction, dense=True)
-    root = default_cache() if extraction.cache is None else extraction.cache
+    found = extract(backbone, source, transform, extraction, dense=True, pose=pose, circle=circle)
     key = {"masks": describe_source(source), "labels": source.labels, "ignored": source.ignored}
-    store = ArrayStore(root, "masks", key, len(source), {MASK: Spec(transform.size, torch.uint8)})
+    specs = {MASK: Spec(transform.size, torch.uint8)}
+    store = ArrayStore(extraction.root, "masks", key, len(source), specs)
     store.fill(partial(_read_masks, source, transform.size, extraction), extraction.world)
     masks = store.read(MASK)
-    return SegmentationData(
-        found.arrays["patches"], masks[found.indices] if found.unreadable else masks, source.ignored
-    )
+    if pose == UPRIGHT and not found.unreadable:
+        return SegmentationData(found.arrays["patches"], masks, source.ignored)
+    parts = found.indices.split(IMAGES)
+    masks = torch.cat([pose.show_masks(masks[part], part, extraction.seed) for part in parts])
+    return SegmentationData(found.arrays["patches"], masks, tuple({*source.ignored, 255}))
 
 
-def evaluate_segmentation(
+@dataclass(frozen=True)
+class Segmenter:
+    """Both classifiers, fitted to the training patches with the hyper-parameters that were chosen for them."""
+
+    keys: _Patches
+    linear: LogisticRegression
+    scaler: _Scaler
+    chosen: dict[str, dict[str, Any]]
+    tried: dict[str, tuple[Trial, ...]]
+    world: World
+
+    def label(self, patches: Tensor) -> dict[str, Tensor]:
+        """The labels [n, P²] that "knn" and "linear" give the pixels of patches with these features [n, C]."""
+        return self._label(self.scaler(patches.to(self.scaler.mean.device)), progress=False)
+
+    def evaluate(self, test: SegmentationData, *, progress: bool = False) -> dict[str, SegmentationScores]:
+        """The scores of "knn" and "linear"; the processes share the images, and all know the result."""
+        mine = torch.arange(len(test.masks))[self.world.rank :: self.world.size]
+        queries = _gather(test, mine, self.scaler)
+        scores = {}
+        for name, pixels in self._label(queries.features, progress=progress).items():
+            confusion = _confusion(queries, pixels, test.ignored, self.world)
+            scores[name] = SegmentationScores(confusion, test.ignored, self.chosen[name], self.tried[name])
+        return scores
+
+    def _label(self, features: Tensor, *, progress: bool) -> dict[str, Tensor]:
+        k, metric = self.chosen["knn"]["k"], self.chosen["knn"]["metric"]
+        return {
+            "knn": next(_knn(features, self.keys, metric, [k], progress)),
+            "linear": _linear(features, self.keys, self.linear),
+        }
+
+
+def fit_segmentation(
     train: SegmentationData,
-    test: SegmentationData,
     protocol: SegmentationProtocol | None = None,
     *,
     device: str | torch.device = "cpu",
     world: World | None = None,
     progress: bool = False,
-) -> dict[str, SegmentationScores]:
-    """The scores of "knn" and of "linear"; the processes of `world` share the work, and all know the result."""
+) -> Segmenter:
+    """Choose hyper-parameters on the images held out, then fit to all; the processes of `world` share the trials."""
     protocol, world, device = protocol or SegmentationProtocol(), world or World(), torch.device(device)
     fitted_on, chosen_on = _hold_out(len(train.masks), protocol)
     scaler = _Scaler.of(train, fitted_on, device)
@@ -147,21 +183,13 @@ def evaluate_segmentation(
         "knn": _try_knn(held, keys, train.ignored, protocol, world, progress),
         "linear": _try_linear(held, keys, train.ignored, protocol, world, progress),
     }
-    best = {name: max(trials, key=lambda trial: trial.mean_iou).choice for name, trials in tried.items()}
-
+    chosen = {name: best(trials) for name, trials in tried.items()}
     del keys, held
     keys = _gather(train, torch.arange(len(train.masks)), scaler, learnable=True)
-    queries = _gather(test, torch.arange(len(test.masks))[world.rank :: world.size], scaler)
-    predicted = {
-        "knn": next(_knn(queries, keys, best["knn"]["metric"], [best["knn"]["k"]], progress)),
-        "linear": _linear(queries, keys, best["linear"]["c"], protocol.max_iterations),
-    }
-    return {
-        name: SegmentationScores(
-            _confusion(queries, pixels, test.ignored, world), test.ignored, best[name], tuple(tried[name])
-        )
-        for name, pixels in predicted.items()
-    }
+    linear = fit_logistic(
+        keys.features, keys.label, chosen["linear"]["c"], max_iterations=protocol.max_iterations
+    )
+    return Segmenter(keys, linear, scaler, chosen, tried, world)
 
 
 # ---------------------------------------------------------------------- patches and labels
@@ -264,19 +292,18 @@ def _hold_out(images: int, protocol: SegmentationProtocol) -> tuple[Tensor, Tens
 
 
 def _knn(
-    queries: _Patches, keys: _Patches, metric: Metric, ks: Sequence[int], progress: bool
+    features: Tensor, keys: _Patches, metric: Metric, ks: Sequence[int], progress: bool
 ) -> Iterator[Tensor]:
     """For each number of neighbours the label of every pixel [n, P²]."""
-    found = nearest(queries.features, keys.features, max(ks), metric=metric, progress=progress).indices
+    found = nearest(features, keys.features, max(ks), metric=metric, progress=progress).indices
     rows = max(1, VOTES // (max(ks) * keys.pixels.shape[1]))
     for k in ks:
         yield torch.cat([commonest(keys.pixels[part[:, :k]]) for part in found.split(rows)])
 
 
-def _linear(queries: _Patches, keys: _Patches, c: float, max_iterations: int) -> Tensor:
+def _linear(features: Tensor, keys: _Patches, fitted: LogisticRegression) -> Tensor:
     """The label of every pixel [n, P²]: within a patch all the same."""
-    fitted = fit_logistic(keys.features, keys.label, c, max_iterations=max_iterations)
-    return fitted.predict(queries.features)[:, None].expand(queries.pixels.shape)
+    return fitted.predict(features)[:, None].expand(-1, keys.pixels.shape[1])
 
 
 def _try_knn(
@@ -286,15 +313,16 @@ def _try_knn(
     protocol: SegmentationProtocol,
     world: World,
     progress: bool,
-) -> list[Trial]:
+) -> tuple[Trial, ...]:
+    """Every metric and number of neighbours; the processes share the queries."""
     mine = _Patches(*(part[world.rank :: world.size] for part in held))
     ks = [k for k in protocol.neighbours if k <= len(keys.label)]
     trials = []
     for metric in protocol.metrics:
-        for k, pixels in zip(ks, _knn(mine, keys, metric, ks, progress), strict=True):
-            confusion = _confusion(mine, pixels, ignored, world)
-            trials.append(Trial({"k": k, "metric": metric}, mean_iou(confusion)))
-    return trials
+        for k, pixels in zip(ks, _knn(mine.features, keys, metric, ks, progress), strict=True):
+            score = mean_iou(_confusion(mine, pixels, ignored, world))
+            trials.append(Trial({"k": k, "metric": metric}, score))
+    return tuple(trials)
 
 
 def _try_linear(
@@ -304,15 +332,16 @@ def _try_linear(
     protocol: SegmentationProtocol,
     world: World,
     progress: bool,
-) -> list[Trial]:
+) -> tuple[Trial, ...]:
+    """Every C; the processes share them."""
     mine = protocol.cs[world.rank :: world.size]
     scores = {}
     for c in tqdm(mine, "logistic regression", unit="fit", disable=not (progress and world.main)):
-        pixels = _linear(held, keys, c, protocol.max_iterations)
-        scores[c] = mean_iou(_confusion(held, pixels, ignored))
+        fitted = fit_logistic(keys.features, keys.label, c, max_iterations=protocol.max_iterations)
+        scores[c] = mean_iou(_confusion(held, _linear(held.features, keys, fitted), ignored))
     for others in world.gather(scores):
         scores |= others
-    return [Trial({"c": c}, scores[c]) for c in protocol.cs]
+    return tuple(Trial({"c": c}, scores[c]) for c in protocol.cs)
 
 
 def _confusion(
