@@ -56,7 +56,7 @@ class TestBench:
         def broken(*arguments, **options):
             raise RuntimeError("no such kernel")
 
-        monkeypatch.setattr("quickvit.bench.models._create", broken)
+        monkeypatch.setattr("quickvit.bench.models.create_model", broken)
         code, out, _ = run("bench", "memory", *self.SMALL)
         assert code == 1
         assert out.count("RuntimeError: no such kernel") == 4

@@ -27,6 +27,9 @@ BENCH_OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "--depth": (WHOLE, {"type": int, "help": "fewer blocks"}),
     "--families": (("block", *WHOLE), {"nargs": "+", "help": "d8, h8, i8, h2, beside timm's ViT"}),
     "--recipe": (("train",), {"choices": list(RECIPES), "default": RECIPES[0], "help": "whose crops"}),
+    "--data": (("train",), {"help": "also the throughput with this data: a folder, digits, wds/…, torch/…"}),
+    "--workers": (("train",), {"type": int, "default": 0, "help": "processes that read the data"}),
+    "--cache": (("train",), {"type": bool, "default": False, "help": "keep the decoded images in memory"}),
     "--views": (
         ("model",),
         {"type": bool, "default": True, "help": "compare with a ViT averaged over eight views"},
