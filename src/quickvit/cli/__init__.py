@@ -1,8 +1,9 @@
-"""The command `quickvit`: list, describe, verify and time models, embed images, run the demo."""
+"""The command `quickvit`: list, describe, verify, train and time models, embed images, run the demo."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -10,15 +11,24 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser
 
 from quickvit import __version__
-from quickvit.cli import bench, demo, evaluate, models
+from quickvit.cli import bench, demo, evaluate, models, train
 from quickvit.cli.command import Command
 
-COMMANDS: dict[str, Command] = {**models.COMMANDS, **evaluate.COMMANDS, **bench.COMMANDS, **demo.COMMANDS}
+COMMANDS: dict[str, Command] = {
+    **models.COMMANDS,
+    **evaluate.COMMANDS,
+    **train.COMMANDS,
+    **bench.COMMANDS,
+    **demo.COMMANDS,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code: 0 good, 1 a check failed, 2 wrong arguments or files."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Run a command line and return its exit code.
+
+    0 good, 1 a check failed, 2 wrong arguments or files, 75 stopped by a signal and ready to go on.
+    """
+    argv = _spelled(sys.argv[1:] if argv is None else argv)
     arguments = _parser(argv).parse_args(argv)
     name = arguments.subcommand
     chosen = arguments[name]
@@ -32,6 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"quickvit: error: {error}", file=sys.stderr)
         return 2
+
+
+def _spelled(argv: Sequence[str]) -> Sequence[str]:
+    """The options of recipes are names of Python, but --batch-size will do for --batch_size as elsewhere."""
+    if list(argv[:1]) != ["train"]:
+        return argv
+    return [
+        re.sub(r"^--[\w.-]+", lambda option: "--" + option[0][2:].replace("-", "_"), word) for word in argv
+    ]
 
 
 def _parser(argv: Sequence[str]) -> ArgumentParser:

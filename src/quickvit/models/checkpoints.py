@@ -63,8 +63,8 @@ def save_checkpoint(model: nn.Module, path: str | Path, state: dict[str, Tensor]
     """Write weights and configuration of a Quick ViT (compiled or wrapped or not) to a safetensors file.
 
     `state` replaces the model's own state dict, for weights that were averaged or gathered from shards. What
-    the model's timm configuration says about the preparation of images is written too. The
-    file appears whole or not at all.
+    the model's timm configuration says about the preparation of images is written too. The file appears whole or
+    not at all.
     """
     model = _unwrap(model)
     state = _stripped(model.state_dict() if state is None else state)
@@ -74,14 +74,21 @@ def save_checkpoint(model: nn.Module, path: str | Path, state: dict[str, Tensor]
         )
     declared = getattr(model, "pretrained_cfg", None) or {}
     preprocessing = {name: declared[name] for name in _IMAGES if name in declared}
-    config = {**model.config, PREPROCESSING: preprocessing} if preprocessing else model.config
+    save_weights(
+        state, path, {**model.config, PREPROCESSING: preprocessing} if preprocessing else model.config
+    )
+
+
+def save_weights(state: dict[str, Tensor], path: str | Path, config: dict[str, Any] | None = None) -> None:
+    """Write the tensors of any model to a safetensors file, which appears whole or not at all."""
+    metadata = {"format": "pt"} if config is None else {"format": "pt", CONFIG_KEY: json.dumps(config)}
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.touch()
     mode = temporary.stat().st_mode
     try:
         tensors = {name: tensor.detach().contiguous() for name, tensor in state.items()}
-        save_file(tensors, str(temporary), metadata={"format": "pt", CONFIG_KEY: json.dumps(config)})
+        save_file(tensors, str(temporary), metadata=metadata)
         # Some versions of safetensors let only the owner read what they write.
         temporary.chmod(mode)
         os.replace(temporary, path)

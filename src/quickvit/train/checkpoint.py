@@ -110,15 +110,10 @@ class Store:
         self.folder, self.world, self.keep = folder, world, keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._begun: tuple[Manifest, Future[dict[str, Any]]] | None = None
-        if world.main:
-            folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(_PARTIAL.format("step-*")):
-                shutil.rmtree(left, ignore_errors=True)
-        world.barrier()
 
     def paths(self) -> list[Path]:
         """The complete checkpoints, newest first."""
-        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        found = [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
 
     # ------------------------------------------------------------------ writing
@@ -212,8 +207,12 @@ class Store:
 
         Raises a `CheckpointError` if there are checkpoints and none is sound.
         """
+        if self.world.main:
+            for left in self.folder.glob(_PARTIAL.format("step-*")):
+                shutil.rmtree(left, ignore_errors=True)
         reasons = []
-        for path in self.paths():
+        # All ranks try the same ones, even if they see a folder on a network at different times.
+        for path in self.world.gather(self.paths())[0]:
             try:
                 return path, self.check(path, tensors)
             except CheckpointError as error:
@@ -269,7 +268,7 @@ class Store:
 def _write(path: Path, tensors: dict[str, Tensor], pieces: dict[str, Piece]) -> dict[str, Any]:
     """Write one rank's file through to the disk; its size and checksum."""
     metadata = {"format": "pt", PIECES: json.dumps({name: piece._asdict() for name, piece in pieces.items()})}
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         save_file(tensors, str(path), metadata=metadata)
     except SafetensorError as error:
@@ -344,7 +343,7 @@ def _file_pieces(file: Any) -> dict[str, Piece]:
     for name, piece in pieces.items():
         part = file.get_slice(name).get_shape()
         inside = len(part) == len(piece.shape) == len(piece.first) and all(
-            0 <= f and f + length <= whole
+            f >= 0 and f + length <= whole
             for f, length, whole in zip(piece.first, part, piece.shape, strict=True)
         )
         if not inside:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 Parallel = Literal["ddp", "fsdp"]
 Compile = Literal["none", "default", "reduce-overhead", "max-autotune"]
 T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class World:
 
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     @property
     def main(self) -> bool:
@@ -55,6 +56,14 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def together(self, items: Iterable[T]) -> Iterator[T | None]:
+        """Items until no rank has any left; None where only others have, so that all can do the same steps."""
+        iterator = iter(items)
+        item = next(iterator, None)
+        while self.any(item is not None)[0]:
+            yield item
+            item = next(iterator, None)
 
     def barrier(self) -> None:
         """Wait for all."""
@@ -105,12 +114,17 @@ def spread(
         _shard(module, world, compile, options)
         return module
     module.to(world.device)
-    if world.size > 1 and any(p.requires_grad for p in module.parameters()):
+    if world.size > 1 and trained(module):
         # No model here has buffers that change in training, so there are none to keep equal.
         module = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
     if compile != "none":
         module.compile(**options)
     return module
+
+
+def trained(module: nn.Module) -> bool:
+    """Whether any parameter of a module is trained."""
+    return any(p.requires_grad for p in module.parameters())
 
 
 def bare(module: nn.Module) -> nn.Module:
@@ -140,10 +154,17 @@ def _shard(module: nn.Module, world: World, compile: Compile, options: dict[str,
         even = [axis for axis, length in enumerate(parameter.shape) if length % world.size == 0]
         return Shard(max(even, key=lambda axis: parameter.shape[axis])) if even else None
 
+    # After every forward pass all that is left is this rank's part, also where no backward pass follows: averages
+    # and checkpoints are made of the parts.
+    sharing: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": True,
+        "shard_placement_fn": placement,
+    }
     for name, blocks in module.named_modules():
         if name.rpartition(".")[2] == "blocks":
             for block in blocks.children():
                 if compile != "none":
                     block.compile(**options)
-                fully_shard(block, mesh=mesh, shard_placement_fn=placement)
-    fully_shard(module, mesh=mesh, shard_placement_fn=placement)
+                fully_shard(block, **sharing)
+    fully_shard(module, **sharing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -76,7 +76,7 @@ class Lamb(Optimizer):
         torch._foreach_add_(weights, updates, alpha=-group["lr"])
 
     @staticmethod
-    def _adapt(parameters: list[nn.Parameter], updates: list[Tensor], stacked: bool) -> None:
+    def _adapt(parameters: list[nn.Parameter], updates: Sequence[Tensor], stacked: bool) -> None:
         """Scale each update to the norm of its weight."""
         parts = Parts(parameters, stacked=stacked)
         weight_norms = parts.norms()
@@ -119,7 +119,7 @@ def parameter_groups(
     Vectors and what the model names in `no_weight_decay` are not decayed. With `layer_decay`, the learning rate
     of a layer is multiplied by it once for every layer above. Both by timm's rules.
     """
-    excluded = getattr(model, "no_weight_decay", set)()
+    excluded: set[str] = getattr(model, "no_weight_decay", set)()
     if layer_decay is None:
         groups = param_groups_weight_decay(model, weight_decay, no_weight_decay_list=excluded)
     else:

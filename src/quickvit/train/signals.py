@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# What schedulers send before they end a job, and Ctrl-C.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# What schedulers send before they end a job (SIGUSR2 is submitit's), and Ctrl-C.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 # The exit code of a run that was asked to stop, saved its state and wants to be started again; EX_TEMPFAIL.
 EXIT_REQUEUE = 75
 

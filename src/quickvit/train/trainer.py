@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import profile, schedule
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from quickvit.data import derived_seed
 from quickvit.train.checkpoint import Store
-from quickvit.train.distributed import Compile, Parallel, World, bare, gradients_shared, spread
+from quickvit.train.distributed import Compile, Parallel, World, bare, gradients_shared, spread, trained
 from quickvit.train.log import Log
 from quickvit.train.norms import clip_
 from quickvit.train.optimizers import set_schedules
@@ -101,7 +101,9 @@ class Trainer:
     The run folder holds `checkpoints`, `metrics.jsonl`, what the recipe exports, and `captured` batches.
     """
 
-    def __init__(self, recipe: Recipe, run: RunConfig, folder: Path | None = None, world: World | None = None):
+    def __init__(
+        self, recipe: Recipe, run: RunConfig, folder: Path | None = None, world: World | None = None
+    ) -> None:
         self.recipe, self.run, self.folder = recipe, run, folder
         self.world = world = world or World()
         if recipe.batch_size % (world.size * run.accumulate):
@@ -128,12 +130,16 @@ class Trainer:
             stack.enter_context(logging_redirect_tqdm())
             log = stack.enter_context(
                 Log(
-                    folder, start, tensorboard=run.tensorboard, wandb=run.wandb, config=dict(recipe.settings())
+                    folder,
+                    start,
+                    tensorboard=run.tensorboard,
+                    wandb=run.wandb,
+                    config=dict(recipe.settings()),
                 )
             )
             bar = stack.enter_context(self._bar(start, label or recipe.name))
             profiler = stack.enter_context(self._profiler())
-            self._train_mode(True)
+            self.train_mode(True)
             batches = recipe.batches(start, world) if start < recipe.total_steps else iter(())
             while done < recipe.total_steps and not stopped:
                 began = time.perf_counter()
@@ -161,7 +167,7 @@ class Trainer:
 
     def update(self, step: int, batch: Any, stop: StopRequest) -> tuple[dict[str, Tensor], bool]:
         """Update number `step`: its metrics, and whether a signal asks to stop after it."""
-        recipe, parts = self.recipe, self.run.accumulate
+        recipe = self.recipe
         torch.manual_seed(derived_seed(recipe.seed, "model", step, self.world.rank))
         set_schedules(self.optimizer, step)
         metrics = self.gradients(step, batch)
@@ -170,7 +176,7 @@ class Trainer:
             if gradients:
                 metrics[f"grad_norm/{name}"] = clip_(gradients, recipe.clip)
         # One agreement of all ranks: is this update sound, shall we stop, is a checkpoint still being written?
-        finite = torch.isfinite(torch.stack([value.float() for value in metrics.values()])).all()
+        finite = torch.isfinite(torch.stack([value.double() for value in metrics.values()])).all()
         writing = self.store is not None and self.store.writing
         bad, stopped, writing = self.world.any(~finite, bool(stop), writing)
         if bad:
@@ -200,10 +206,10 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """What the recipe says of its modules, in evaluation mode."""
-        self._train_mode(False)
+        self.train_mode(False)
         with torch.no_grad(), self.recipe.autocast(self.world.device):
             numbers = self.recipe.evaluate(self.world)
-        self._train_mode(True)
+        self.train_mode(True)
         return numbers
 
     # ------------------------------------------------------------------ state
@@ -229,6 +235,7 @@ class Trainer:
         if found is None:
             return 0
         path, manifest = found
+        _require_same(manifest.about, self._about(), path)
         self.store.load(path, state)
         logger.info("resuming from %s", path)
         return manifest.step
@@ -262,18 +269,20 @@ class Trainer:
         logger.warning("%s; it is left out", message)
 
     def _about(self) -> dict[str, Any]:
-        settings: dict[str, Any] = json.loads(json.dumps(dict(self.recipe.settings())))
-        return {"recipe": self.recipe.name, "settings": settings, "accumulate": self.run.accumulate}
+        """What a checkpoint says of its run."""
+        about = {"recipe": self.recipe.name, "settings": dict(self.recipe.settings())}
+        result: dict[str, Any] = json.loads(json.dumps({**about, "accumulate": self.run.accumulate}))
+        return result
 
     # ------------------------------------------------------------------ around the loop
 
     def _due(self, done: int, every: int) -> bool:
         return done % every == 0 or done == self.recipe.total_steps
 
-    def _train_mode(self, training: bool) -> None:
+    def train_mode(self, training: bool) -> None:
+        """Set the modules to training or evaluation; what follows another without being trained is evaluated."""
         for module in self.recipe.modules.values():
-            # What follows another module without being trained is always evaluated.
-            module.train(training and any(p.requires_grad for p in module.parameters()))
+            module.train(training and trained(module))
 
     def _numbers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         """Metrics averaged over the ranks, as numbers."""
@@ -307,13 +316,19 @@ class Trainer:
             yield profiler
 
 
+def _require_same(theirs: dict[str, Any], ours: dict[str, Any], path: Path) -> None:
+    """Refuse to go on with other settings than before."""
+    before, now = ({"recipe": about.get("recipe"), **about.get("settings", {})} for about in (theirs, ours))
+    names = [name for name in (before | now) if before.get(name) != now.get(name)]
+    if names:
+        changes = ", ".join(f"{name} {now.get(name)!r} instead of {before.get(name)!r}" for name in names)
+        raise ValueError(
+            f"{path} is of a run with other settings: asked for {changes}; use another folder for another run"
+        )
+
+
 @contextmanager
 def _own_randomness(device: torch.device) -> Iterator[None]:
     """Seed inside without changing the generators of whoever calls."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
-
-
-def trained(module: nn.Module) -> bool:
-    """Whether any parameter of a module is trained."""
-    return any(p.requires_grad for p in module.parameters())
