@@ -47,15 +47,22 @@ def build(
 
 
 def load_trained(path: str | Path, name: str | None = None) -> ViT:
-    """The model of a checkpoint or of the run in a folder; `name` for weights that do not say whose they are."""
-    path = Path(path)
-    file = path / RESULT if path.is_dir() else path
-    state, config = read_checkpoint(file)
+    """The model of a checkpoint, or of a run from its folder; `name` for weights that do not say whose they are."""
+    folder = Path(path) if Path(path).is_dir() else None
+    file = str(path) if folder is None else str(folder / RESULT)
     if name is not None:
-        return build(name, str(file), turning=True)
-    if config is None:
+        return build(name, file, turning=True)
+    state, config = read_checkpoint(file)
+    if config is not None:
+        return restore(config, state, file)
+    if folder is None:
         raise ValueError(f"{file} does not say which model it is; give its name with --model")
-    return restore(config, state, str(file))
+    from quickvit.cli.train import rebuild  # it imports this module
+
+    model = rebuild(folder).modules["model"]
+    load_weights(model, state, source=file)
+    assert isinstance(model, ViT)
+    return model
 
 
 def parse_size(text: str) -> tuple[int, int]:
