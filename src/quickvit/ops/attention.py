@@ -51,7 +51,7 @@ def _reads_packed(qkv: Tensor, heads: int) -> bool:
     return qkv.element_size() == 2 and qkv.shape[-1] // (3 * D8.order * heads) in (8, 16)
 
 
-@torch.library.custom_op("quickvit::octic_split_heads", mutates_args=(), device_types="cuda")
+@torch.library.triton_op("quickvit::octic_split_heads", mutates_args=())
 def _split_heads(qkv: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     from quickvit.ops.triton.heads import to_heads
 
@@ -65,7 +65,7 @@ def _(qkv, bias, heads):
     return qkv.new_empty(shape), qkv.new_empty(shape), qkv.new_empty(shape)
 
 
-@torch.library.custom_op("quickvit::octic_split_heads_grad", mutates_args=(), device_types="cuda")
+@torch.library.triton_op("quickvit::octic_split_heads_grad", mutates_args=())
 def _split_heads_grad(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from quickvit.ops.triton.heads import to_packed
 
@@ -90,7 +90,7 @@ def _split_backward(ctx, q, k, v):
 _split_heads.register_autograd(_split_backward, setup_context=_split_setup)
 
 
-@torch.library.custom_op("quickvit::octic_merge_heads", mutates_args=(), device_types="cuda")
+@torch.library.triton_op("quickvit::octic_merge_heads", mutates_args=())
 def _merge_heads(x: Tensor) -> Tensor:
     from quickvit.ops.triton.heads import to_packed
 
@@ -102,7 +102,7 @@ def _(x):
     return x.new_empty(*x.shape[:2], x.shape[2] * x.shape[3])
 
 
-@torch.library.custom_op("quickvit::octic_merge_heads_grad", mutates_args=(), device_types="cuda")
+@torch.library.triton_op("quickvit::octic_merge_heads_grad", mutates_args=())
 def _merge_heads_grad(grad: Tensor, heads: int) -> Tensor:
     from quickvit.ops.triton.heads import to_heads
 
@@ -125,7 +125,7 @@ def _merge_backward(ctx, grad):
 _merge_heads.register_autograd(_merge_backward, setup_context=_merge_setup)
 
 
-@torch.library.custom_op("quickvit::octic_attention", mutates_args=(), device_types="cuda")
+@torch.library.triton_op("quickvit::octic_attention", mutates_args=())
 def _attention(qkv: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
     from quickvit.ops.triton.attention import attention_forward
 
@@ -139,7 +139,7 @@ def _(qkv, bias, heads):
     return qkv.new_empty(batch, tokens, channels // 3), lse
 
 
-@torch.library.custom_op("quickvit::octic_attention_grad", mutates_args=(), device_types="cuda")
+@torch.library.triton_op("quickvit::octic_attention_grad", mutates_args=())
 def _attention_grad(
     grad: Tensor, qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, heads: int
 ) -> Tensor:
