@@ -27,6 +27,8 @@ def octic_attention(
         return definition(qkv, heads, layout, bias, dropout=dropout)
     if not dropout and _reads_packed(qkv, heads):
         return _attention(qkv, bias, heads)[0]
+    if not dropout and _fits_whole_heads(qkv, bias, heads):
+        return _whole_heads(qkv, bias, heads)
     q, k, v = (t.transpose(1, 2) for t in _split_heads(qkv, bias, heads))
     out = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
     return _merge_heads(out.transpose(1, 2))
@@ -49,6 +51,21 @@ def definition(
 def _reads_packed(qkv: Tensor, heads: int) -> bool:
     """Whether the kernel that reads packed channels takes these heads: pieces of 16 or 32 bytes, aligned."""
     return qkv.element_size() == 2 and qkv.shape[-1] // (3 * D8.order * heads) in (8, 16)
+
+
+def _fits_whole_heads(qkv: Tensor, bias: Tensor | None, heads: int) -> bool:
+    """Whether the kernel that keeps a head's keys and values takes these; it has no gradient."""
+    from quickvit.ops.triton.whole_head import takes
+
+    needs_grad = torch.is_grad_enabled() and (qkv.requires_grad or (bias is not None and bias.requires_grad))
+    return qkv.element_size() == 2 and not needs_grad and takes(qkv.shape[1], qkv.shape[2] // (3 * heads))
+
+
+@torch.library.triton_op("quickvit::octic_whole_heads", mutates_args=())
+def _whole_heads(qkv: Tensor, bias: Tensor | None, heads: int) -> Tensor:
+    from quickvit.ops.triton.whole_head import attention_whole_head
+
+    return attention_whole_head(qkv.contiguous(), bias, heads)
 
 
 @torch.library.triton_op("quickvit::octic_split_heads", mutates_args=())
@@ -167,7 +184,7 @@ def _backward(ctx, grad, _):
 _attention.register_autograd(_backward, setup_context=_setup)
 
 
-@register_flop_formula(torch.ops.quickvit.octic_attention)
+@register_flop_formula([torch.ops.quickvit.octic_attention, torch.ops.quickvit.octic_whole_heads])
 def _attention_flops(qkv, *_, **__):
     batch, tokens, channels = qkv
     return 4 * batch * tokens**2 * (channels // 3)
