@@ -109,8 +109,8 @@ def test_weights_without_a_description_need_a_name(run, tmp_path):
     torch.save(timm.create_model("vit_tiny_patch16_224").state_dict(), file)
     code, _, err = run("eval", "accuracy", file)
     assert code == 2
-    assert f"{file} does not say which model it is; give its name with --model" in err
-    code, _, err = run("eval", "accuracy", file, "--model", "vit_tiny_patch16_224")
+    assert f"{file} does not say which model it is; give the name of the model, and the file with" in err
+    code, _, err = run("eval", "accuracy", "vit_tiny_patch16_224", "--checkpoint", file)
     assert code == 2
     assert "the model's outputs are (1000,), expected one for each of the 10 classes of the data" in err
 

@@ -18,6 +18,8 @@ from torch.nn import functional
 
 from quickvit.data import derived_seed
 
+Mode = Literal["bilinear", "nearest"]
+
 RANDOM = {"quarter": "random quarter turn", "any": "random angle"}
 
 
@@ -38,15 +40,22 @@ class Pose:
         words = ["mirrored"] * self.mirror + [turned] * bool(self.rotate)
         return " ".join(words) or "upright"
 
-    def show(self, images: Tensor, indices: Tensor, seed: int = 0) -> Tensor:
+    def show(self, images: Tensor, indices: Tensor, seed: int = 0, mode: Mode = "bilinear") -> Tensor:
         """Images [B, C, H, W] in this pose; a random one is a function of the seed and an image's index."""
         images = images.flip(-1) if self.mirror else images
         if not isinstance(self.rotate, str):
-            return rotate(images, self.rotate)
+            return rotate(images, self.rotate, mode)
         seeds = [derived_seed(seed, index, "rotation") for index in indices.tolist()]
         if self.rotate == "quarter":
-            return rotate(images, [90.0 * (seed % 4) for seed in seeds])
-        return rotate(images, [360 * seed / 2**63 for seed in seeds])
+            return rotate(images, [90.0 * (seed % 4) for seed in seeds], mode)
+        return rotate(images, [360 * seed / 2**63 for seed in seeds], mode)
+
+    def show_masks(self, masks: Tensor, indices: Tensor, seed: int = 0, outside: int = 255) -> Tensor:
+        """Labels [B, H, W], uint8, moved as `show` moves the pixels of their images; what comes from outside is
+        labelled so."""
+        # Where there is no image `show` has zeros.
+        shifted = (masks.float() - outside)[:, None]
+        return (self.show(shifted, indices, seed, "nearest")[:, 0] + outside).to(masks.dtype)
 
 
 UPRIGHT = Pose()
@@ -63,23 +72,24 @@ POSES = (
 )
 
 
-def rotate(images: Tensor, degrees: float | Sequence[float]) -> Tensor:
+def rotate(images: Tensor, degrees: float | Sequence[float], mode: Mode = "bilinear") -> Tensor:
     """Images [B, C, H, W] turned anti-clockwise, all alike or each by its own angle (if square).
 
     An angle is taken apart into quarter turns, which are exact, and a rest below 90°.
     """
     if not isinstance(degrees, Sequence):
         turns, rest = divmod(degrees, 90)
-        return torch.rot90(_tilt(images, [rest] * len(images)) if rest else images, int(turns), (-2, -1))
+        tilted = _tilt(images, [rest] * len(images), mode) if rest else images
+        return torch.rot90(tilted, int(turns), (-2, -1))
     if len(degrees) != len(images) or images.shape[-2] != images.shape[-1]:
         raise ValueError(
             f"expected an angle for each of some square images, got {len(degrees)} for {tuple(images.shape)}"
         )
     parts = [divmod(angle, 90) for angle in degrees]
-    tilted = [i for i, (_, rest) in enumerate(parts) if rest]
+    slanted = [i for i, (_, rest) in enumerate(parts) if rest]
     images = images.clone()
-    if tilted:
-        images[tilted] = _tilt(images[tilted], [parts[i][1] for i in tilted])
+    if slanted:
+        images[slanted] = _tilt(images[slanted], [parts[i][1] for i in slanted], mode)
     for turns in range(1, 4):
         chosen = [i for i, part in enumerate(parts) if part[0] % 4 == turns]
         images[chosen] = torch.rot90(images[chosen], turns, (-2, -1))
@@ -94,7 +104,7 @@ def cut_circle(images: Tensor) -> Tensor:
     return images * inside
 
 
-def _tilt(images: Tensor, degrees: Sequence[float]) -> Tensor:
+def _tilt(images: Tensor, degrees: Sequence[float], mode: Mode) -> Tensor:
     """Each image turned by its angle; the place that a pixel comes from is turned the other way."""
     height, width = images.shape[-2:]
     rows = []
@@ -103,4 +113,4 @@ def _tilt(images: Tensor, degrees: Sequence[float]) -> Tensor:
         rows.append([[cos, -sin * height / width, 0.0], [sin * width / height, cos, 0.0]])
     matrices = torch.tensor(rows, dtype=images.dtype, device=images.device)
     grid = functional.affine_grid(matrices, list(images.shape), align_corners=False)
-    return functional.grid_sample(images, grid, align_corners=False)
+    return functional.grid_sample(images, grid, mode, align_corners=False)
