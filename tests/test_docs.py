@@ -25,7 +25,14 @@ def test_python_runs(page, tmp_path, monkeypatch):
 
 
 def test_the_commands_of_the_data_page_run(tmp_path, monkeypatch, capsys):
-    options = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
+    options = {
+        "img_size": 32,
+        "patch_size": 8,
+        "embed_dim": 64,
+        "depth": 2,
+        "num_heads": 2,
+        "num_classes": 10,
+    }
     save_checkpoint(randomize(QuickVisionTransformer(**options)), tmp_path / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     (page,) = (page for page in PAGES if page.stem == "data")

@@ -38,7 +38,7 @@ def data(images, seed):
     masks = torch.where(torch.rand(masks.shape, generator=generator) < 0.4, noise, masks).to(torch.uint8)
     centres = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
     spread = torch.randn(images, *GRID, WIDTH, generator=generator, dtype=torch.float64)
-    return SegmentationData(3 * centres[labels] + 4 * spread + 7, masks, IGNORED)
+    return SegmentationData(3 * centres[labels] + 4 * spread + 7, masks, IGNORED, torch.arange(images))
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +140,10 @@ def test_ignored_labels_count_only_as_classes_that_are_never_right(train, test_d
 
 
 def test_too_little_to_learn_from(train):
-    few = SegmentationData(train.features[:3], train.masks[:3], IGNORED)
+    few = SegmentationData(train.features[:3], train.masks[:3], IGNORED, torch.arange(3))
     with pytest.raises(ValueError, match="3 training images are too few to hold out"):
         fit_segmentation(few, PROTOCOL)
-    ignored = SegmentationData(train.features, train.masks, (0, 1, 2, 5, 255))
+    ignored = SegmentationData(train.features, train.masks, (0, 1, 2, 5, 255), train.indices)
     with pytest.raises(ValueError, match="consists mostly of them"):
         fit_segmentation(ignored, PROTOCOL)
 

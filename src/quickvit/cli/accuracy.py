@@ -1,4 +1,4 @@
-"""`quickvit eval accuracy` and `rotation`: how often a classifier is right."""
+"""`quickvit eval accuracy`: how often a classifier is right."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from quickvit.cli.arguments import PRECISIONS, add_evaluation
-from quickvit.cli.build import choose_device, load_trained
+from quickvit.cli.arguments import PRECISIONS, add_evaluation, add_poses
+from quickvit.cli.build import choose_device, load_model
 from quickvit.cli.command import Command
 from quickvit.cli.output import NOTHING, print_json, print_table
 from quickvit.data import open_source, preprocessing
-from quickvit.evaluate import POSES, AccuracyReport, Pose, measure_accuracy
+from quickvit.evaluate import AccuracyReport, Pose, measure_accuracy
 from quickvit.train.distributed import connected
 
 RANDOM = {"random": "any", "random90": "quarter"}
+# The arguments that a result is reported with.
+REPORTED = ("model", "checkpoint", "data", "split", "dtype", "circle", "seed")
 HEADER = {
     "pose": "pose",
     "top1": "top-1 (%)",
@@ -29,19 +31,15 @@ HEADER = {
 
 def accuracy(arguments: Namespace) -> int:
     """Top-1 and top-5 accuracy of a classifier on images as they are, or turned and mirrored."""
-    return _accuracies(arguments, [Pose(_rotation(arguments.rotate), arguments.mirror)])
+    return accuracies(arguments, [Pose(_rotation(arguments.rotate), arguments.mirror)])
 
 
-def rotation(arguments: Namespace) -> int:
-    """Accuracy on turned and mirrored images beside that on upright ones."""
-    return _accuracies(arguments, POSES)
-
-
-def _accuracies(arguments: Namespace, poses: Sequence[Pose]) -> int:
+def accuracies(arguments: Namespace, poses: Sequence[Pose]) -> int:
+    """Print the accuracy in each pose and how it differs from the first."""
     if arguments.device is not None:
         choose_device(arguments.device)
     with connected(arguments.device) as world:
-        model = load_trained(arguments.checkpoint, arguments.model).to(world.device)
+        model = load_model(arguments.model, arguments.checkpoint).to(world.device)
         transform = preprocessing(model)
         report = measure_accuracy(
             model,
@@ -61,7 +59,7 @@ def _accuracies(arguments: Namespace, poses: Sequence[Pose]) -> int:
     if arguments.json:
         print_json(
             {
-                **{key: arguments[key] for key in ("checkpoint", "data", "split", "dtype", "circle", "seed")},
+                **{key: arguments[key] for key in REPORTED},
                 "command": arguments.command_line,
                 "preprocessing": asdict(transform),
                 "images": report.images,
@@ -109,19 +107,14 @@ def _rotation(text: str) -> Any:
 # ---------------------------------------------------------------------- arguments
 
 
-def _add_rotation(parser: ArgumentParser) -> None:
-    add_evaluation(parser)
-    parser.add_argument("--circle", action="store_true", help="hide the corners, upright too")
-    parser.add_argument("--seed", type=int, default=0, help="of random rotations")
-
-
 def _add_accuracy(parser: ArgumentParser) -> None:
-    _add_rotation(parser)
+    add_evaluation(parser)
+    add_poses(parser)
+    parser.add_argument("--split", default="val", help="train, val, test or all")
     parser.add_argument("--rotate", default="0", help="degrees anti-clockwise, random or random90")
     parser.add_argument("--mirror", action="store_true", help="mirror left to right, before rotating")
 
 
 EVALUATIONS: dict[str, Command] = {
     "accuracy": Command(accuracy, _add_accuracy),
-    "rotation": Command(rotation, _add_rotation),
 }

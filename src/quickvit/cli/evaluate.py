@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
-from quickvit.cli import accuracy
+from quickvit.cli import accuracy, protocols, rotation
 from quickvit.cli.build import build, choose_device, parse_size
 from quickvit.cli.command import Command
 from quickvit.cli.output import NOTHING, print_json, print_table
@@ -117,7 +117,11 @@ def _add_evaluations(parser: ArgumentParser) -> None:
         subcommands.add_subcommand(name, inner, help=command.run.__doc__)
 
 
-EVALUATIONS: dict[str, Command] = {**accuracy.EVALUATIONS}
+EVALUATIONS: dict[str, Command] = {
+    **accuracy.EVALUATIONS,
+    **rotation.EVALUATIONS,
+    **protocols.EVALUATIONS,
+}
 COMMANDS = {
     "verify": Command(verify, _add_verify),
     "embed": Command(embed, _add_embed),

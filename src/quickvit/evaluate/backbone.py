@@ -19,9 +19,9 @@ LAYERS = 4
 
 
 class Backbone:
-    """A model in evaluation mode on a device; `name` is for messages and, with the weights, for the cache.
+    """A model in evaluation mode on a device.
 
-    dtype: float32, or bfloat16 for autocast; features have this type too.
+    name: for messages. dtype: float32, or bfloat16 for autocast; features have this type too.
     """
 
     def __init__(
@@ -40,6 +40,12 @@ class Backbone:
             )
         self.device, self.dtype, self.name = torch.device(device), dtype, name
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
+
+    @property
+    def architecture(self) -> str:
+        """timm's name of the architecture, or what kind of model it is."""
+        declared = getattr(self.model, "pretrained_cfg", None) or {}
+        return declared.get("architecture") or type(self.model).__name__
 
     @property
     def img_size(self) -> tuple[int, int]:
@@ -87,7 +93,7 @@ class Backbone:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What decides the features besides the images: name, structure and weights without the head, precision."""
+        """What decides the features besides the images: structure and weights without the head, and precision."""
         config = getattr(self.model, "config", {})
         settings = {key: config[key] for key in sorted(config) if key not in ("num_classes", "global_pool")}
         parts = [part for part in self.model.named_children() if not part[0].startswith("head")]
@@ -96,7 +102,7 @@ class Backbone:
             if not key.startswith("head"):
                 digest.update(f"{key} {tuple(tensor.shape)} {tensor.dtype}".encode())
                 digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return {"model": self.name, "weights": digest.hexdigest(), "dtype": str(self.dtype)}
+        return {"model": self.architecture, "weights": digest.hexdigest(), "dtype": str(self.dtype)}
 
     @torch.inference_mode()
     def _tokens(self, images: Tensor, layers: int) -> list[tuple[Tensor, Tensor | None]]:

@@ -108,7 +108,7 @@ def extract(
         "seed": extraction.seed,
     }
     specs[TARGET] = Spec((), torch.int64)
-    store = ArrayStore(extraction.root, backbone.name, key, len(source), specs)
+    store = ArrayStore(extraction.root, backbone.architecture, key, len(source), specs)
     store.fill(partial(_compute, backbone, source, transform, extraction, show), extraction.world)
     arrays = {name: store.read(name) for name in store.specs}
     present, targets = arrays.pop(PRESENT).bool(), arrays.pop(TARGET)

@@ -27,6 +27,10 @@ class PoseScores:
     scores: dict[str, float]
     same: dict[str, float] | None = None
 
+    def changes(self, first: PoseScores) -> dict[str, float]:
+        """How much higher the scores are than those in the first pose."""
+        return {name: score - first.scores[name] for name, score in self.scores.items()}
+
 
 def classify_in_poses(
     classifier: Classifier, load: Callable[[Pose], Features], poses: Sequence[Pose]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from quickvit.data import derived_seed
+from quickvit.data import EvalTransform, derived_seed
 from quickvit.data.segmentation import SegmentationSource
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.extract import Extraction, describe_source, extract
@@ -35,6 +35,8 @@ from quickvit.train.distributed import World
 IMAGES, VOTES = 64, 2**27
 # Values that a pixel of a mask can have.
 VALUES = 256
+# The label of what a turn brings in.
+OUTSIDE = 255
 MASK = "mask"
 
 
@@ -87,22 +89,36 @@ class SegmentationScores:
 
 @dataclass(frozen=True)
 class SegmentationData:
-    """Features [n, H, W, C] of the patches of images and their masks [n, H·P, W·P], both maybe memory-mapped."""
+    """Features [n, H, W, C] of the patches of images and their masks [n, H·P, W·P], both maybe memory-mapped.
+
+    indices [n]: the numbers of the images in their source.
+    """
 
     features: Tensor
     masks: Tensor
     ignored: tuple[int, ...]
+    indices: Tensor
 
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of patches."""
         return self.features.shape[1], self.features.shape[2]
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the masks."""
+        return self.masks.shape[1], self.masks.shape[2]
+
     def patches(self, images: Tensor, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         """Features [m, C] and labels of the pixels [m, P²] of the patches of some images, a few images at a time."""
         for some in images.split(IMAGES):
             features = self.features[some].to(device).flatten(0, 2)
             yield features, to_patches(self.masks[some].to(device), self.grid)
+
+
+def squeezed(backbone: Backbone) -> EvalTransform:
+    """Whole images at the size that the model sees, whatever their shape: masks are squeezed alike."""
+    return backbone.transform(crop_mode="squash")
 
 
 def load_segmentation(
@@ -118,7 +134,7 @@ def load_segmentation(
     What a turn brings in from outside has the label 255 and is ignored.
     """
     extraction = extraction or Extraction()
-    transform = backbone.transform(crop_mode="squash")
+    transform = squeezed(backbone)
     found = extract(backbone, source, transform, extraction, dense=True, pose=pose, circle=circle)
     key = {"masks": describe_source(source), "labels": source.labels, "ignored": source.ignored}
     specs = {MASK: Spec(transform.size, torch.uint8)}
@@ -126,10 +142,11 @@ def load_segmentation(
     store.fill(partial(_read_masks, source, transform.size, extraction), extraction.world)
     masks = store.read(MASK)
     if pose == UPRIGHT and not found.unreadable:
-        return SegmentationData(found.arrays["patches"], masks, source.ignored)
+        return SegmentationData(found.arrays["patches"], masks, source.ignored, found.indices)
     parts = found.indices.split(IMAGES)
-    masks = torch.cat([pose.show_masks(masks[part], part, extraction.seed) for part in parts])
-    return SegmentationData(found.arrays["patches"], masks, tuple({*source.ignored, 255}))
+    masks = torch.cat([pose.show_masks(masks[part], part, extraction.seed, OUTSIDE) for part in parts])
+    ignored = tuple(sorted({*source.ignored, OUTSIDE}))
+    return SegmentationData(found.arrays["patches"], masks, ignored, found.indices)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ MANIFEST = "manifest.json"
 PIECES = "pieces"
 OWN = "own."
 _NAME = re.compile(r"step-(\d{8,})")
-_PARTIAL = ".{}.partial"
 
 
 class Piece(NamedTuple):
@@ -194,7 +193,7 @@ class Store:
         return None
 
     def _partial(self, step: int) -> Path:
-        return self.folder / _PARTIAL.format(f"step-{step:08d}")
+        return self.folder / f".step-{step:08d}.partial"
 
     @staticmethod
     def _file(rank: int) -> str:
@@ -208,7 +207,7 @@ class Store:
         Raises a `CheckpointError` if there are checkpoints and none is sound.
         """
         if self.world.main:
-            for left in self.folder.glob(_PARTIAL.format("step-*")):
+            for left in self.folder.glob(".step-*"):
                 shutil.rmtree(left, ignore_errors=True)
         reasons = []
         # All ranks try the same ones, even if they see a folder on a network at different times.
@@ -288,7 +287,7 @@ def _flush(path: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Delete a checkpoint; killed half-way, what is left does not look like one."""
-    doomed = path.with_name(_PARTIAL.format(path.name))
+    doomed = path.with_name(f".{path.name}.old")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
