@@ -2,6 +2,7 @@
 
 from quickvit.data.images import UNREADABLE, Unreadable, find_images, read_image
 from quickvit.data.loader import Batch, EvalLoader, TooManyUnreadable, TrainLoader
+from quickvit.data.masking import BlockMasking
 from quickvit.data.mixing import Mixing
 from quickvit.data.preprocessing import declare_preprocessing, input_size, preprocessing
 from quickvit.data.seeds import derived_seed
@@ -14,14 +15,24 @@ from quickvit.data.transforms import (
     deit3_transform,
     eval_transform,
 )
+from quickvit.data.views import (
+    MultiCrop,
+    ViewBatch,
+    ViewLoader,
+    ViewTransform,
+    dinobloom_views,
+    dinov2_views,
+)
 
 __all__ = [
     "UNREADABLE",
     "Batch",
+    "BlockMasking",
     "DeiT3Transform",
     "EvalLoader",
     "EvalTransform",
     "Mixing",
+    "MultiCrop",
     "PixelTransform",
     "Sample",
     "Source",
@@ -29,10 +40,15 @@ __all__ = [
     "TrainLoader",
     "Transform",
     "Unreadable",
+    "ViewBatch",
+    "ViewLoader",
+    "ViewTransform",
     "cache",
     "declare_preprocessing",
     "deit3_transform",
     "derived_seed",
+    "dinobloom_views",
+    "dinov2_views",
     "eval_transform",
     "find_images",
     "input_size",
