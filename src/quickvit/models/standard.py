@@ -1,0 +1,95 @@
+"""Checkpoints of standard ViTs: weights with the name and the options that their model was created with.
+
+As those of Quick ViTs they are untrusted: only known options of a sane size build a model, and only if it fits.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from quickvit.models.checkpoints import (
+    PREPROCESSING,
+    CheckpointError,
+    check_preprocessing,
+    declared_preprocessing,
+    is_a,
+    require_fit,
+)
+from quickvit.models.zoo import STANDARD, ViT, create_model
+
+# What may be said about a model, and the largest number that makes sense there.
+OPTIONS: dict[str, tuple[Any, float]] = {
+    "img_size": (int | tuple[int, int], 2**16),
+    "patch_size": (int, 2**10),
+    "num_classes": (int, 2**24),
+    "global_pool": (str, 0),
+    "embed_dim": (int, 2**16),
+    "depth": (int, 2**10),
+    "num_heads": (int, 2**12),
+    "mlp_ratio": (float, 2**10),
+    "qkv_bias": (bool, 1),
+    "init_values": (float | None, 2**10),
+    "class_token": (bool, 1),
+    "reg_tokens": (int, 2**10),
+    "no_embed_class": (bool, 1),
+    "dynamic_img_size": (bool, 1),
+    "drop_path_rate": (float, 1),
+}
+
+
+def standard_config(model: VisionTransformer) -> dict[str, Any] | None:
+    """What a checkpoint says about a ViT that `create_model` made; None where it cannot be told."""
+    created: dict[str, Any] = getattr(model, "config", None) or {}
+    options = {name: value for name, value in created.items() if name != STANDARD}
+    if STANDARD not in created or not all(_fits(name, value) for name, value in options.items()):
+        return None
+    preprocessing = declared_preprocessing(model)
+    return {**created, PREPROCESSING: preprocessing} if preprocessing else created
+
+
+def is_standard(config: dict[str, Any]) -> bool:
+    """Whether a configuration is that of a standard ViT."""
+    return STANDARD in config
+
+
+def restore_standard(config: dict[str, Any], state: dict[str, Tensor], source: str) -> ViT:
+    """Build the ViT that a checkpoint describes and load its weights, neither of them trusted."""
+    options: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in config.items()
+    }
+    name = options.pop(STANDARD)
+    preprocessing = check_preprocessing(options.pop(PREPROCESSING, {}), source)
+    for option, value in options.items():
+        if not _fits(option, value):
+            raise CheckpointError(
+                f"{source} has {option}={value!r} in its configuration, which makes no sense"
+            )
+    if options.get("depth", 0) > len(state):
+        raise CheckpointError(
+            f"{source} has fewer tensors than the {options['depth']} blocks that it promises"
+        )
+    try:
+        with torch.device("meta"):
+            model = create_model(str(name), **options)
+    except (ValueError, RuntimeError, TypeError, AssertionError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{source} describes a model that cannot be built: {error}") from error
+    require_fit(model.state_dict(), state, strict=True, source=source)
+    model.load_state_dict({key: tensor.clone() for key, tensor in state.items()}, assign=True)
+    if preprocessing:
+        declared: Any = {**(getattr(model, "pretrained_cfg", None) or {}), **preprocessing}
+        model.pretrained_cfg = model.default_cfg = declared
+    return model
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether an option is known, and its value of its type and size."""
+    if name not in OPTIONS:
+        return False
+    hint, most = OPTIONS[name]
+    numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, int | float)]
+    return is_a(value, hint) and all(isfinite(v) and 0 <= v <= most for v in numbers)

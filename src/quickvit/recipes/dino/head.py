@@ -1,0 +1,51 @@
+"""The head of DINO: from tokens to their similarity with prototypes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quickvit.recipes.dino.losses import wide
+
+
+class DinoHead(nn.Module):
+    """Tokens [n, C] → cosines [n, K] with K prototypes: layers with GELU, a bottleneck of unit length, prototypes.
+
+    Prototypes are weight-normalised with length 1, as in DINO where it must be stable. So logits are bounded by 1,
+    and no exponential of them overflows.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        prototypes: int = 65536,
+        hidden: int = 2048,
+        bottleneck: int = 256,
+        layers: int = 3,
+    ) -> None:
+        super().__init__()
+        if layers < 1:
+            raise ValueError(f"a head needs at least 1 layer, got {layers}")
+        widths = [embed_dim, *[hidden] * (layers - 1), bottleneck]
+        mlp: list[nn.Module] = []
+        for inputs, outputs in pairwise(widths):
+            mlp += [nn.Linear(inputs, outputs), nn.GELU()]
+        self.mlp = nn.Sequential(*mlp[:-1])
+        self.prototypes = nn.Parameter(torch.empty(prototypes, bottleneck))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """DINO's initial weights; prototypes in all directions."""
+        for layer in self.mlp:
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+        nn.init.normal_(self.prototypes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Compare tokens with the prototypes."""
+        unit = functional.normalize(wide(self.mlp(tokens)), dim=-1)
+        return functional.linear(unit, functional.normalize(self.prototypes, dim=-1))
