@@ -6,7 +6,7 @@ from quickvit.data.masking import BlockMasking
 from quickvit.data.mixing import Mixing
 from quickvit.data.preprocessing import declare_preprocessing, input_size, preprocessing
 from quickvit.data.seeds import derived_seed
-from quickvit.data.sources import Sample, Source, cache, open_source
+from quickvit.data.sources import Sample, Source, cache, mix, open_source
 from quickvit.data.transforms import (
     DeiT3Transform,
     EvalTransform,
@@ -52,6 +52,7 @@ __all__ = [
     "eval_transform",
     "find_images",
     "input_size",
+    "mix",
     "open_source",
     "preprocessing",
     "read_image",

@@ -72,7 +72,7 @@ class Features:
     @property
     def vector(self) -> Tensor:
         """What stands for an image: the last class token, or without one the average of the patches."""
-        return self.arrays.get("class_1", self.arrays["average"])
+        return self.arrays["class_1" if "class_1" in self.arrays else "average"]
 
 
 def extract(

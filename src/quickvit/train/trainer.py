@@ -105,7 +105,7 @@ class Trainer:
         self, recipe: Recipe, run: RunConfig, folder: Path | None = None, world: World | None = None
     ) -> None:
         self.recipe, self.run, self.folder = recipe, run, folder
-        self.world = world = world or World()
+        self.world = recipe.world = world = world or World()
         if recipe.batch_size % (world.size * run.accumulate):
             raise ValueError(
                 f"a batch of {recipe.batch_size} cannot be shared evenly by {world.size} ranks with "
@@ -140,6 +140,9 @@ class Trainer:
             bar = stack.enter_context(self._bar(start, label or recipe.name))
             profiler = stack.enter_context(self._profiler())
             self.train_mode(True)
+            if not start and recipe.evaluates_first:
+                evaluations.append((start, self.evaluate()))
+                log.write(start, evaluations[-1][1])
             batches = recipe.batches(start, world) if start < recipe.total_steps else iter(())
             while done < recipe.total_steps and not stopped:
                 began = time.perf_counter()

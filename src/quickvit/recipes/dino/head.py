@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
@@ -38,10 +39,13 @@ class DinoHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """DINO's initial weights; prototypes in all directions."""
+        """Prototypes in all directions, and DINO's weights: 0.02 for 2048 inputs, in proportion for others.
+
+        With smaller weights the biases, which start at 0, would soon outweigh all differences between tokens.
+        """
         for layer in self.mlp:
             if isinstance(layer, nn.Linear):
-                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.trunc_normal_(layer.weight, std=0.02 * math.sqrt(2048 / layer.in_features))
                 nn.init.zeros_(layer.bias)
         nn.init.normal_(self.prototypes)
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 # DINO's temperature of the student.
 STUDENT_TEMPERATURE = 0.1
-# Features this close are duplicates: rounding alone would decide where they are pushed.
+# Features this close, or this short, have no direction but that of rounding.
 CLOSEST = 1e-4
 
 
@@ -60,7 +60,7 @@ def koleo_loss(features: Tensor) -> Tensor:
     Neighbours are sought among the n. Duplicates have no direction to part in, and no gradient.
     """
     with torch.autocast(features.device.type, enabled=False):
-        unit = functional.normalize(wide(features), dim=-1)
+        unit = functional.normalize(wide(features), dim=-1, eps=CLOSEST)
         with torch.no_grad():
             cosines = unit @ unit.mT
             cosines.diagonal(dim1=-2, dim2=-1).fill_(-torch.inf)

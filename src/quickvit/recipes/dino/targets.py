@@ -33,7 +33,7 @@ def sinkhorn(
     """Assignments [n, K] in which every row sums to 1 and, nearly, all prototypes are used equally.
 
     exp(logits / temperature) with columns and rows scaled in turns, over the rows of all ranks together, however
-    many each has. counted [n]: rows that take part; the others become 0.
+    many each has. Logits are cosines. counted [n]: rows that take part; the others become 0.
     """
     world = world or World()
     scores = wide(logits) / temperature
@@ -59,9 +59,10 @@ class Targets(nn.Module):
     several, on one rank or on many, are the same.
 
     class_center, patch_center [K]. usage [K]: mean target of class tokens. last_chosen [K]: the last update in
-    which a prototype was the first choice for a class token.
+    which a prototype was the first choice for a class token. updates: how many were taken in.
     """
 
+    updates: Tensor
     class_center: Tensor
     patch_center: Tensor
     usage: Tensor
@@ -70,6 +71,7 @@ class Targets(nn.Module):
     def __init__(self, prototypes: int, centering: Centering, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.centering = centering
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self.register_buffer("class_center", torch.zeros(prototypes, dtype=dtype))
         self.register_buffer("patch_center", torch.zeros(prototypes, dtype=dtype))
         self.register_buffer("usage", torch.full((prototypes,), 1 / prototypes, dtype=dtype))
@@ -115,6 +117,7 @@ class Targets(nn.Module):
         _approach(self.patch_center, patches, rest[1], CENTER_MOMENTUM)
         _approach(self.usage, usage, rest[0], USAGE_MOMENTUM)
         self.last_chosen.masked_fill_(chosen > 0, step)
+        self.updates.fill_(step + 1)
 
     def numbers(self, step: int) -> dict[str, Tensor]:
         """The entropy of the use of the prototypes, relative to equal use, and how many were used lately."""
