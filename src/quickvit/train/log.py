@@ -33,13 +33,13 @@ class Log:
         self._closers: list[Callable[[], Any]] = []
         if folder is None:
             return
-        path = folder / METRICS
-        _keep_until(path, start)
-        self._file = path.open("a", encoding="utf-8")
         if tensorboard:
             self._add_tensorboard(folder, start)
         if wandb is not None:
             self._add_wandb(wandb, folder, config or {})
+        path = folder / METRICS
+        _keep_until(path, start)
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics after `step` updates."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from quickvit.data import derived_seed
 from quickvit.train.checkpoint import Store
 from quickvit.train.distributed import Compile, Parallel, World, bare, gradients_shared, spread, trained
-from quickvit.train.log import Log
+from quickvit.train.log import Log, read_metrics
 from quickvit.train.norms import clip_
 from quickvit.train.optimizers import set_schedules
 from quickvit.train.recipe import Recipe
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 CAPTURED = "captured"
+EVALUATION = "eval/"
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,10 @@ class Trainer:
         start = self.resume()
         folder = self.folder if world.main else None
         evaluations: list[tuple[int, dict[str, float]]] = []
+        evaluation_due = partial(self._due, every=run.evaluate_every)
         done, stopped, seconds, logged = start, False, 0.0, (start, time.perf_counter())
         with ExitStack() as stack:
+            stack.callback(self._keep_what_was_begun)
             stack.enter_context(_own_randomness(world.device))
             stop = stack.enter_context(stop_requests())
             stack.enter_context(logging_redirect_tqdm())
@@ -140,6 +144,9 @@ class Trainer:
             bar = stack.enter_context(self._bar(start, label or recipe.name))
             profiler = stack.enter_context(self._profiler())
             self.train_mode(True)
+            if start and evaluation_due(start) and not self._evaluated(start):
+                # The process before was asked to stop, and left this to us.
+                evaluations.append((start, self.evaluate(start, log, bar)))
             batches = recipe.batches(start, world) if start < recipe.total_steps else iter(())
             while done < recipe.total_steps and not stopped:
                 began = time.perf_counter()
@@ -154,11 +161,9 @@ class Trainer:
                     speed = (done - logged[0]) * recipe.batch_size / (now - logged[1])
                     log.write(done, {**self._numbers(metrics), "images_per_second": speed})
                     logged = done, now
-                if not stopped and self._due(done, run.evaluate_every or recipe.steps_per_epoch):
-                    evaluations.append((done, self.evaluate()))
-                    log.write(done, evaluations[-1][1])
-                    bar.set_postfix({name: f"{value:.4g}" for name, value in evaluations[-1][1].items()})
-                if stopped or self._due(done, run.save_every or recipe.steps_per_epoch):
+                if not stopped and evaluation_due(done):
+                    evaluations.append((done, self.evaluate(done, log, bar)))
+                if stopped or self._due(done, run.save_every):
                     self.save(done)
             self._finish(stopped)
         return Outcome(done, stopped, evaluations, seconds)
@@ -188,7 +193,8 @@ class Trainer:
             recipe.after_step(step)
         if self.store is not None and self.store.unsettled and not writing:
             self.store.settle()
-        metrics["lr"] = torch.tensor(max(group["lr"] for group in self.optimizer.param_groups))
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        metrics["lr"] = torch.tensor(max(rates), dtype=torch.float64)
         return metrics, stopped
 
     def gradients(self, step: int, batch: Any) -> dict[str, Tensor]:
@@ -204,13 +210,21 @@ class Trainer:
                 total[name] = total.get(name, 0) + value.detach() / len(parts)
         return total
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, done: int, log: Log, bar: tqdm[Any]) -> dict[str, float]:
         """What the recipe says of its modules, in evaluation mode."""
         self.train_mode(False)
         with torch.no_grad(), self.recipe.autocast(self.world.device):
             numbers = self.recipe.evaluate(self.world)
         self.train_mode(True)
+        log.write(done, {f"{EVALUATION}{name}": value for name, value in numbers.items()})
+        bar.set_postfix({name: f"{value:.4g}" for name, value in numbers.items()})
         return numbers
+
+    def _evaluated(self, done: int) -> bool:
+        """Whether the evaluation after so many updates is in the log already."""
+        rows = read_metrics(self.folder) if self.world.main and self.folder is not None else []
+        names = {name for row in rows if row["step"] == done for name in row}
+        return self.world.any(any(name.startswith(EVALUATION) for name in names))[0]
 
     # ------------------------------------------------------------------ state
 
@@ -253,6 +267,11 @@ class Trainer:
         if not stopped:
             self.recipe.export(self.folder, self.world)
 
+    def _keep_what_was_begun(self) -> None:
+        """However the loop ends; but ranks that fail one by one cannot agree on a checkpoint any more."""
+        if self.store is not None and self.world.size == 1:
+            self.store.settle()
+
     def _capture(self, step: int, batch: Any, metrics: dict[str, Tensor]) -> None:
         """Keep the batch and the state of an update that is not finite, and give up if there were too many."""
         values = ", ".join(f"{name} {value.item():g}" for name, value in metrics.items())
@@ -263,6 +282,8 @@ class Trainer:
             store.settle()
             path = store.folder / f"step-{step:08d}"
             message += f"; its batch was captured, see `quickvit train replay {path}`"
+            if self.store is not None:
+                self.store.settle()
         self.nonfinite += 1
         if self.nonfinite > self.run.max_nonfinite:
             raise NonFinite(message)
@@ -276,8 +297,9 @@ class Trainer:
 
     # ------------------------------------------------------------------ around the loop
 
-    def _due(self, done: int, every: int) -> bool:
-        return done % every == 0 or done == self.recipe.total_steps
+    def _due(self, done: int, every: int | None) -> bool:
+        """Whether so many updates are a multiple of `every` (None: of an epoch), or all."""
+        return done % (every or self.recipe.steps_per_epoch) == 0 or done == self.recipe.total_steps
 
     def train_mode(self, training: bool) -> None:
         """Set the modules to training or evaluation; what follows another without being trained is evaluated."""
