@@ -30,7 +30,7 @@ from quickvit.train import (
     read_metrics,
     replay,
 )
-from quickvit.train.log import Log
+from quickvit.train.journal import Journal
 from quickvit.train.signals import stop_requests
 
 
@@ -249,6 +249,18 @@ def test_signals_are_left_alone_in_other_threads():
 # ---------------------------------------------------------------------- what is not finite
 
 
+def test_an_error_does_not_cost_the_checkpoint_that_is_being_written(run, tmp_path):
+    class Failing(Distillation):
+        def after_step(self, step):
+            super().after_step(step)
+            assert step < 4, "a mistake"
+
+    trainer = Trainer(Failing(), run, tmp_path)
+    with pytest.raises(AssertionError, match="a mistake"):
+        trainer.fit()
+    assert trainer.store.newest(trainer.state())[1].step == 4
+
+
 def test_a_bad_batch_is_captured_and_replayed(run, tmp_path):
     recipe = Distillation(bad_steps=[5], width=3)
     trainer = Trainer(recipe, run, tmp_path)
@@ -326,8 +338,9 @@ def test_the_last_checkpoint_is_not_optional(run, tmp_path, monkeypatch):
 
 def test_tensorboard(run, tmp_path):
     pytest.importorskip("tensorboard")
-    with Log(tmp_path, tensorboard=True) as log:
-        log.write(1, {"loss": 0.5})
+    with Journal(tmp_path) as journal:
+        journal.add_tensorboard()
+        journal.evaluation(1, {"loss": 0.5})
     assert list((tmp_path / "tensorboard").glob("events*"))
 
 
@@ -342,12 +355,13 @@ def test_wandb_resumes_the_run_of_the_folder(tmp_path, monkeypatch):
         )
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    with Log(tmp_path, wandb="project", config={"lr": 1}) as log:
-        log.write(3, {"loss": 0.5})
+    with Journal(tmp_path) as journal:
+        journal.add_wandb("project", {"lr": 1})
+        journal.evaluation(3, {"top1": 0.5})
     start, logged, end = calls
     assert (start["project"], start["id"], start["resume"]) == ("project", tmp_path.name, "allow")
     assert start["config"] == {"lr": 1}
-    assert (logged, end) == ((3, {"loss": 0.5}), "finish")
+    assert (logged, end) == ((3, {"eval/top1": 0.5}), "finish")
 
 
 @pytest.mark.parametrize(
@@ -356,8 +370,9 @@ def test_wandb_resumes_the_run_of_the_folder(tmp_path, monkeypatch):
 )
 def test_missing_extras_are_named(tmp_path, monkeypatch, option, module, extra):
     monkeypatch.setitem(sys.modules, module, None)
+    trainer = Trainer(Distillation(), RunConfig(**option), tmp_path)
     with pytest.raises(ModuleNotFoundError, match=rf'pip install "quickvit\[{extra}\]"'):
-        Log(tmp_path, **option)
+        trainer.fit()
 
 
 def test_profile(tmp_path):
