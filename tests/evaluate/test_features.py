@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 
 from quickvit import QuickVisionTransformer, create_baseline
-from quickvit.evaluate import embed_images, find_images, input_size
-from quickvit.evaluate.features import preprocessing
+from quickvit.data import find_images, input_size, preprocessing
+from quickvit.evaluate import embed_images
 from quickvit.testing import randomize
 
 

@@ -421,6 +421,28 @@ def test_a_configuration_must_make_sense(change, message, file):
         load_checkpoint(file)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mean": [0.5, 0.5]},
+        {"mean": [0.5, 0.5, "red"]},
+        {"std": [0.5, 0.5, 0.0]},
+        {"std": [0.5, 0.5, float("inf")]},
+        {"interpolation": "magic"},
+        {"crop_pct": 2.0},
+        {"crop_mode": ["center"]},
+        {"url": "https://example.com"},
+        "center",
+    ],
+    ids=str,
+)
+def test_the_preparation_of_images_must_make_sense(change, file):
+    _, config = read_checkpoint(file)
+    rewrite(file, config=json.dumps({**config, "preprocessing": change}))
+    with pytest.raises(CheckpointError, match="for the preparation of images"):
+        load_checkpoint(file)
+
+
 def test_a_huge_grid_is_refused_even_without_its_tensor(file):
     _, config = read_checkpoint(file)
     config = json.dumps({**config, "depth": 1, "pos_grid": 4096})

@@ -17,7 +17,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from quickvit.evaluate.features import input_size
+from quickvit.data import input_size
 from quickvit.models import FAMILIES, SIZES, create_baseline
 from quickvit.models.zoo import PATCHES
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quickvit.evaluate.features import input_size
+from quickvit.data import input_size
 from quickvit.group import D8, Element, act_on_image, act_on_tokens
 from quickvit.models import FAMILIES, QuickVisionTransformer
 from quickvit.testing import TOLERANCES, equivariance_error, unmoved

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import struct
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
-from timm.data.config import resolve_data_config
-from timm.data.transforms_factory import create_transform
-from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
-from quickvit.models import QuickVisionTransformer
-
-# What Pillow's decoders raise on files that are damaged, foreign or too large.
-UNREADABLE = (
-    OSError,
-    ValueError,
-    SyntaxError,
-    EOFError,
-    struct.error,
-    Image.DecompressionBombError,
-    Image.DecompressionBombWarning,
-)
+from quickvit.data import Unreadable, preprocessing, read_image
 
 
 @dataclass(frozen=True)
@@ -46,47 +28,6 @@ class Embedding:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             np.savez(file, features=self.features, paths=np.array(self.paths, dtype=np.str_))
-
-
-def input_size(model: nn.Module) -> tuple[int, int, int]:
-    """Channels, height and width of the images that a Quick ViT or a ViT of timm expects."""
-    if isinstance(model, QuickVisionTransformer):
-        height, width = model.img_size
-        return model.in_chans, height, width
-    if isinstance(model, VisionTransformer) and model.patch_embed.img_size is not None:
-        height, width = model.patch_embed.img_size
-        return model.patch_embed.proj.in_channels, height, width
-    raise ValueError(f"expected a Quick ViT or a ViT of timm with an image size, got {type(model).__name__}")
-
-
-def preprocessing(model: nn.Module) -> Callable[[Image.Image], Tensor]:
-    """The evaluation transform of a model: timm's, for the image size that the model has now."""
-    channels, height, width = input_size(model)
-    if channels != 3:
-        raise ValueError(f"images are read as RGB, but the model wants {channels} channels")
-    options: dict[str, Any] = {"input_size": (channels, height, width)}
-    if not getattr(model, "pretrained_cfg", None):
-        # A model from a checkpoint has no timm configuration; like the named ones it sees the whole image.
-        options["crop_pct"] = 1.0
-    resolve: Callable[..., dict[str, Any]] = resolve_data_config
-    transform: Callable[[Image.Image], Tensor] = create_transform(**resolve(options, model=model))
-    return transform
-
-
-def find_images(sources: Iterable[str | Path]) -> list[Path]:
-    """The files among `sources` and all files with an image's suffix in its folders, each once.
-
-    Named files are taken whatever their suffix; folders are searched recursively, in alphabetical order.
-    """
-    suffixes = Image.registered_extensions()
-    found: dict[Path, None] = {}
-    for source in map(Path, sources):
-        if source.is_dir():
-            inside = (p for p in sorted(source.rglob("*")) if p.suffix.lower() in suffixes and p.is_file())
-            found.update(dict.fromkeys(inside))
-        else:
-            found[source] = None
-    return list(found)
 
 
 def embed_images(
@@ -119,10 +60,10 @@ def embed_images(
             batch = []
             for path in chunk:
                 try:
-                    batch.append(_read(path, transform))
+                    batch.append(transform(read_image(path)))
                     read.append(str(path))
-                except UNREADABLE as error:
-                    skipped[str(path)] = " ".join(f"{type(error).__name__}: {error}".split())
+                except Unreadable as error:
+                    skipped[error.path] = error.reason
             if batch:
                 output = model(torch.stack(batch).to(device, dtype))
                 features.append(output.float().cpu().numpy())
@@ -131,11 +72,3 @@ def embed_images(
     width = getattr(model, "num_features", 0)
     stacked = np.concatenate(features) if features else np.zeros((0, width), np.float32)
     return Embedding(stacked, tuple(read), skipped)
-
-
-def _read(path: Path, transform: Callable[[Image.Image], Tensor]) -> Tensor:
-    with warnings.catch_warnings():
-        # Pillow only warns up to twice its limit; the limit is meant.
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        with Image.open(path) as image:
-            return transform(image.convert("RGB"))

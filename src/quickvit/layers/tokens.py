@@ -24,4 +24,7 @@ class InvariantTokens(nn.Module):
 
     def forward(self) -> Tensor:
         """The tokens as packed features."""
-        return self.layout.embed_invariant(self.weight)
+        # Through one axis and back, so that the gradient of a single token is laid out as DDP expects: like the
+        # weight, not like a part of the padded token.
+        weight = self.weight.flatten().view_as(self.weight)
+        return self.layout.embed_invariant(weight)

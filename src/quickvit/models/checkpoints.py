@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import struct
+from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from types import UnionType
@@ -23,6 +24,10 @@ from torch import Tensor, nn
 from quickvit.models.quick_vit import QuickVisionTransformer
 
 CONFIG_KEY = "quickvit"
+# How images are prepared for the model, in timm's words; beside its arguments in the configuration.
+PREPROCESSING = "preprocessing"
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+CROP_MODES = ("center", "squash", "border")
 # What wrappers put into parameter names: torch.compile, then DDP and averaged models.
 _WRAPPERS = ("_orig_mod", "module")
 # Where training programs keep the weights in what they save.
@@ -57,8 +62,9 @@ class CheckpointError(ValueError):
 def save_checkpoint(model: nn.Module, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
     """Write weights and configuration of a Quick ViT (compiled or wrapped or not) to a safetensors file.
 
-    `state` replaces the model's own state dict, for weights that were averaged or gathered from shards. The
-    file appears whole or not at all.
+    `state` replaces the model's own state dict, for weights that were averaged or gathered from shards. What
+    the model's timm configuration says about the preparation of images is written too. The file appears whole or
+    not at all.
     """
     model = _unwrap(model)
     state = _stripped(model.state_dict() if state is None else state)
@@ -66,13 +72,23 @@ def save_checkpoint(model: nn.Module, path: str | Path, state: dict[str, Tensor]
         raise CheckpointError(
             f"cannot save a model that its configuration no longer describes: {'; '.join(problems)}"
         )
+    declared = getattr(model, "pretrained_cfg", None) or {}
+    preprocessing = {name: declared[name] for name in _IMAGES if name in declared}
+    save_weights(
+        state, path, {**model.config, PREPROCESSING: preprocessing} if preprocessing else model.config
+    )
+
+
+def save_weights(state: dict[str, Tensor], path: str | Path, config: dict[str, Any] | None = None) -> None:
+    """Write the tensors of any model to a safetensors file, which appears whole or not at all."""
+    metadata = {"format": "pt"} if config is None else {"format": "pt", CONFIG_KEY: json.dumps(config)}
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.touch()
     mode = temporary.stat().st_mode
     try:
         tensors = {name: tensor.detach().contiguous() for name, tensor in state.items()}
-        save_file(tensors, str(temporary), metadata={"format": "pt", CONFIG_KEY: json.dumps(model.config)})
+        save_file(tensors, str(temporary), metadata=metadata)
         # Some versions of safetensors let only the owner read what they write.
         temporary.chmod(mode)
         os.replace(temporary, path)
@@ -125,7 +141,8 @@ def restore(
             f"{source} has no quickvit configuration; create a model and use load_weights() instead"
         )
     state = _stripped(state, source)
-    config = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
+    config = _tuples(config)
+    preprocessing = _check_preprocessing(config.pop(PREPROCESSING, {}), source)
     _check_config(config, state, source, get_type_hints(model_class.__init__))
     img_size = overrides.pop("img_size", None)
     config = {**config, **overrides}
@@ -139,6 +156,8 @@ def restore(
         state = {**model_class(**config).state_dict(), **state}
     # Copies, because safetensors maps the file into memory, and later writes to it would change the weights.
     model.load_state_dict({name: state[name].clone() for name in own}, assign=True)
+    if preprocessing:
+        model.pretrained_cfg = model.default_cfg = preprocessing  # type: ignore[assignment]
     if img_size is not None:
         model.set_input_size(img_size)
     return model
@@ -301,6 +320,38 @@ def _check_config(
                 f"{source} has a configuration of another model: {name} of size {size}, its tensors allow "
                 f"{most}"
             )
+
+
+def _check_preprocessing(found: Any, source: str) -> dict[str, Any]:
+    """What a file says about its images, refused unless each entry is what timm expects there."""
+    found = _tuples(found) if isinstance(found, dict) else {"preprocessing": found}
+    for name, value in found.items():
+        if name not in _IMAGES or not _IMAGES[name](value):
+            raise CheckpointError(f"{source} has {name}={value!r} for the preparation of images")
+    return found
+
+
+def _are_colors(value: Any) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) == 3
+        and all(type(v) in (int, float) and isfinite(v) for v in value)
+    )
+
+
+# What is kept of a model's timm configuration, and what it must be.
+_IMAGES: dict[str, Callable[[Any], bool]] = {
+    "mean": _are_colors,
+    "std": lambda value: _are_colors(value) and min(value) > 0,
+    "interpolation": lambda value: value in INTERPOLATIONS,
+    "crop_pct": lambda value: type(value) in (int, float) and 0 < value <= 1,
+    "crop_mode": lambda value: value in CROP_MODES,
+}
+
+
+def _tuples(config: dict[str, Any]) -> dict[str, Any]:
+    """A copy with tuples for JSON's lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
 
 
 def _is_a(value: Any, hint: Any) -> bool:

@@ -283,7 +283,9 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
             file = Path(hf_hub_download(model_id, SAFETENSORS_SINGLE_FILE, **download))
         state, inside = read_checkpoint(file)
         changed = {name: value for name, value in options.items() if not config or config.get(name) != value}
-        return restore(config or inside, state, str(file), strict, cls, **changed).to(map_location).eval()
+        # The file also says how images are prepared.
+        config = {**(inside or {}), **config} if config else inside
+        return restore(config, state, str(file), strict, cls, **changed).to(map_location).eval()
 
     # ------------------------------------------------------------------ forward
 
@@ -448,8 +450,10 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
             x = self._leave(x)
         for i, block in enumerate(blocks):
             if i < self.octic_depth:
-                # The next norm adds this block's last branch in its own pass, unless somebody looks at x before.
-                defer = i + 1 < min(self.octic_depth, len(blocks)) and i not in take
+                # The next norm adds this block's last branch in its own pass, unless somebody looks at x before, or
+                # FSDP (whose mark is a method) frees this block's parameters, bias and layer scale, before that.
+                last = i + 1 == min(self.octic_depth, len(blocks))
+                defer = not last and i not in take and not hasattr(block, "unshard")
                 out = self._call(block, x, pending, defer=defer, shapes=shapes)
                 x, pending = out if defer else (out, None)
                 if i + 1 == self.octic_depth:

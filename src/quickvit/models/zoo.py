@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import timm
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import (
+    build_model_with_cfg,
+    generate_default_cfgs,
+    is_model_in_modules,
+    register_model,
+)
 from timm.models.vision_transformer import VisionTransformer
 
 from quickvit.models.quick_vit import FAMILIES, QuickVisionTransformer
@@ -61,6 +68,30 @@ def create_baseline(size: str, patch_size: int = 16, **kwargs: Any) -> VisionTra
         raise ValueError(f"unknown size {size!r}; expected one of {', '.join(SIZES)}")
     arguments = {**SIZES[size].arguments(), "init_values": LAYER_SCALE, "no_embed_class": True}
     return VisionTransformer(patch_size=patch_size, **{**arguments, **kwargs})
+
+
+ViT = QuickVisionTransformer | VisionTransformer
+# The modules of timm whose models are its VisionTransformer.
+VIT_MODULES = ("vision_transformer", "deit")
+# Named apart from timm's own ViTs, whose sizes of the same name differ.
+BASELINES = {f"baseline_{size}_patch{patch}_224": (size, patch) for size in SIZES for patch in PATCHES}
+
+
+def create_model(name: str, **options: Any) -> ViT:
+    """A registered Quick ViT, a baseline (`baseline_large_patch16_224`) or a ViT of timm, by its name."""
+    if name in BASELINES:
+        size, patch = BASELINES[name]
+        return create_baseline(size, **{"patch_size": patch, **options})
+    if not timm.is_model(name):
+        known = [*timm.list_models("quickvit*"), *BASELINES, *timm.list_models("vit*")]
+        close = difflib.get_close_matches(name, known, cutoff=0.5)
+        hint = f"did you mean {', '.join(close)}?" if close else "`quickvit models` lists the names"
+        raise ValueError(f"unknown model {name!r}; {hint}")
+    if not (name.startswith("quickvit_") or is_model_in_modules(name, VIT_MODULES)):
+        raise ValueError(f"{name} is neither a Quick ViT nor a ViT of timm")
+    model = timm.create_model(name, **options)
+    assert isinstance(model, ViT)
+    return model
 
 
 def _register(name: str, family: str, size: str, patch_size: int) -> None:

@@ -1,0 +1,66 @@
+"""The command `quickvit`: list, describe, verify, train and time models, embed images, run the demo."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+
+from jsonargparse import ArgumentParser
+
+from quickvit import __version__
+from quickvit.cli import bench, demo, evaluate, models, train
+from quickvit.cli.command import Command
+
+COMMANDS: dict[str, Command] = {
+    **models.COMMANDS,
+    **evaluate.COMMANDS,
+    **train.COMMANDS,
+    **bench.COMMANDS,
+    **demo.COMMANDS,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code.
+
+    0 good, 1 a check failed, 2 wrong arguments or files, 75 stopped by a signal and ready to go on.
+    """
+    argv = _spelled(sys.argv[1:] if argv is None else argv)
+    arguments = _parser(argv).parse_args(argv)
+    name = arguments.subcommand
+    chosen = arguments[name]
+    chosen.command_line = shlex.join(["quickvit", *argv])
+    try:
+        return COMMANDS[name].run(chosen)
+    except BrokenPipeError:
+        # Whoever reads the output has seen enough; what is still buffered must not complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"quickvit: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _spelled(argv: Sequence[str]) -> Sequence[str]:
+    """The options of recipes are names of Python, but --batch-size will do for --batch_size as elsewhere."""
+    if list(argv[:1]) != ["train"]:
+        return argv
+    return [
+        re.sub(r"^--[\w.-]+", lambda option: "--" + option[0][2:].replace("-", "_"), word) for word in argv
+    ]
+
+
+def _parser(argv: Sequence[str]) -> ArgumentParser:
+    """The parser of a command line; only the command that is called spends time on its arguments."""
+    parser = ArgumentParser(prog="quickvit", description=__doc__, version=__version__)
+    called = next((word for word in argv if not word.startswith("-")), None)
+    subcommands = parser.add_subcommands()
+    for name, command in COMMANDS.items():
+        inner = ArgumentParser(description=command.run.__doc__)
+        subcommands.add_subcommand(name, inner, help=command.run.__doc__)
+        if name == called:
+            command.add_arguments(inner)
+    return parser

@@ -1,0 +1,129 @@
+"""`quickvit verify`, `embed` and `eval`: what a model does with images."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+
+import torch
+from jsonargparse import ArgumentParser, Namespace
+
+from quickvit.cli import accuracy, protocols, rotation
+from quickvit.cli.build import build, choose_device, parse_size
+from quickvit.cli.command import Command
+from quickvit.cli.output import NOTHING, print_json, print_table
+from quickvit.data import find_images, input_size
+from quickvit.evaluate import embed_images, verify_symmetry
+from quickvit.testing import randomize
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def verify(arguments: Namespace) -> int:
+    """Measure equivariance and invariance under the eight elements; exit code 1 if a promise is broken."""
+    img_size = None if arguments.img_size is None else parse_size(arguments.img_size)
+    model = build(arguments.model, arguments.checkpoint, img_size=img_size, turning=True)
+    if arguments.checkpoint is None:
+        randomize(model, arguments.seed)
+    report = verify_symmetry(model, DTYPES[arguments.dtype], arguments.seed)
+    if arguments.json:
+        print_json(
+            {
+                "name": arguments.model,
+                "checkpoint": arguments.checkpoint,
+                "img_size": input_size(model)[1:],
+                "dtype": arguments.dtype,
+                "tolerance": report.tolerance,
+                "promises": report.promises,
+                "broken": report.broken,
+                "worst": report.worst,
+                "elements": [asdict(errors) for errors in report.errors],
+            }
+        )
+    else:
+        table = [[e.element, _error(e.equivariance), _error(e.invariance)] for e in report.errors]
+        table.append(["worst", *(_error(report.worst[kind]) for kind in ("equivariance", "invariance"))])
+        print_table(["element", "equivariance", "invariance"], table)
+        verdict = f"broken: {', '.join(report.broken)}" if report.broken else "kept"
+        print(
+            f"\npromised in {arguments.dtype} within {report.tolerance:.0e}: "
+            + (f"{' and '.join(report.promises)}; {verdict}" if report.promises else "nothing")
+        )
+    return 1 if report.broken else 0
+
+
+def _add_verify(parser: ArgumentParser) -> None:
+    parser.add_argument("model", help="name of a model")
+    parser.add_argument("--checkpoint", help="weights, random ones by default")
+    parser.add_argument("--img-size", help="H or HxW, the model's own by default")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="precision of the check")
+    parser.add_argument("--seed", type=int, default=0, help="of images and random weights")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _error(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.1e}"
+
+
+def embed(arguments: Namespace) -> int:
+    """Write the features of image files and folders to an npz file."""
+    images = find_images(arguments.images)
+    if not images:
+        raise ValueError(f"no images in {', '.join(map(str, arguments.images))}")
+    device = choose_device(arguments.device)
+    model = build(arguments.model, arguments.checkpoint)
+    if arguments.checkpoint is None:
+        print("quickvit: no --checkpoint given, the weights are random", file=sys.stderr)
+    model.reset_classifier(0, arguments.pool)
+    result = embed_images(model, images, batch_size=arguments.batch_size, device=device, progress=True)
+    for path, reason in result.skipped.items():
+        print(f"quickvit: skipped {path}: {reason}", file=sys.stderr)
+    if not result.paths:
+        print(f"quickvit: error: none of the {len(images)} images could be read", file=sys.stderr)
+        return 1
+    result.save(arguments.out)
+    number, width = result.features.shape
+    if arguments.json:
+        print_json({"out": arguments.out, "images": number, "width": width, "skipped": result.skipped})
+    else:
+        print(f"wrote features of {number} images, width {width}, to {arguments.out}")
+        print(f"skipped {len(result.skipped)} images")
+    return 0
+
+
+def _add_embed(parser: ArgumentParser) -> None:
+    parser.add_argument("model", help="name of a model")
+    parser.add_argument("images", nargs="+", help="image files and folders")
+    parser.add_argument("--out", required=True, help="npz file to write")
+    parser.add_argument("--checkpoint", help="weights, random ones by default")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per step")
+    parser.add_argument("--device", help="cuda where there is one, else cpu")
+    parser.add_argument("--pool", choices=["token", "avg"], help="the model's own by default")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def evaluate(arguments: Namespace) -> int:
+    """Measure what a trained model can do."""
+    chosen = arguments[arguments.subcommand]
+    chosen.command_line = arguments.command_line
+    return EVALUATIONS[arguments.subcommand].run(chosen)
+
+
+def _add_evaluations(parser: ArgumentParser) -> None:
+    subcommands = parser.add_subcommands()
+    for name, command in EVALUATIONS.items():
+        inner = ArgumentParser(description=command.run.__doc__)
+        command.add_arguments(inner)
+        subcommands.add_subcommand(name, inner, help=command.run.__doc__)
+
+
+EVALUATIONS: dict[str, Command] = {
+    **accuracy.EVALUATIONS,
+    **rotation.EVALUATIONS,
+    **protocols.EVALUATIONS,
+}
+COMMANDS = {
+    "verify": Command(verify, _add_verify),
+    "embed": Command(embed, _add_embed),
+    "eval": Command(evaluate, _add_evaluations),
+}

@@ -1,0 +1,350 @@
+"""Batches that depend on seed and step alone: not on the number of workers or ranks, nor on a restart."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from quickvit.data.images import Unreadable
+from quickvit.data.mixing import Mixing
+from quickvit.data.seeds import derived_seed
+from quickvit.data.sources import Source
+from quickvit.data.transforms import PixelTransform, Transform
+
+logger = logging.getLogger(__name__)
+
+# Samples that are tried in place of an unreadable one, before a batch is given up.
+REPLACEMENTS = 16
+# Batches that each worker prepares ahead.
+AHEAD = 2
+# Images that may be unreadable before a run stops: a number, or below 1 a fraction of all.
+MAX_UNREADABLE = 0.05
+
+
+class Batch(NamedTuple):
+    """Images [B, 3, H, W], normalised; targets [B], or [B, classes] once mixed; indices [B] of the samples."""
+
+    images: Tensor
+    targets: Tensor
+    indices: Tensor
+
+
+class TooManyUnreadable(ValueError):
+    """More images could not be read than the limit allows; `unreadable` has their paths and reasons."""
+
+    def __init__(self, message: str, unreadable: Sequence[tuple[str, str]] = ()) -> None:
+        super().__init__(message)
+        self.unreadable = list(unreadable)
+
+
+class TrainLoader:
+    """Shuffled, augmented batches; batch `step` of a run is a function of the seed and the step alone.
+
+    An epoch takes the samples in an order that (seed, epoch) decides. With `repeats`, each sample comes so many
+    times in a row in that order, differently augmented, and an epoch ends after as many images as before, having
+    seen a fraction of the samples (repeated augmentation, as in DeiT). Within a batch the repetitions lie far
+    apart. The ranks hold consecutive slices of the global batch.
+
+    An image that cannot be read is replaced by another one that (seed, epoch, sample) decides; it is logged and
+    kept in `unreadable`. Each rank counts its own.
+
+    batch_size: of all ranks together. steps_per_epoch: by default as many whole batches as there are samples.
+    mixing: applied last. max_unreadable: a number of images, or below 1 a fraction of the source.
+    device: where the batches are wanted; they are normalised there.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        transform: Transform,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        steps_per_epoch: int | None = None,
+        repeats: int = 1,
+        mixing: Mixing | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 0,
+        max_unreadable: float = MAX_UNREADABLE,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _check_ranks(rank, world_size)
+        _check_least(1, batch_size=batch_size, repeats=repeats)
+        if batch_size % world_size:
+            raise ValueError(f"batch_size must be a multiple of the {world_size} ranks, got {batch_size}")
+        if steps_per_epoch is None and batch_size > len(source):
+            raise ValueError(
+                f"batch_size must be at most the {len(source)} images of {source.name}, got {batch_size}; "
+                "or set steps_per_epoch"
+            )
+        self.steps_per_epoch = len(source) // batch_size if steps_per_epoch is None else steps_per_epoch
+        _check_least(1, steps_per_epoch=self.steps_per_epoch)
+        share = batch_size // world_size
+        self._steps = _Steps(
+            source,
+            transform,
+            seed,
+            order=_Order(len(source), seed, self.steps_per_epoch * batch_size, repeats),
+            batch_size=batch_size,
+            part=slice(rank * share, (rank + 1) * share),
+        )
+        self._mixing = mixing
+        self._pipeline = _Pipeline(source, transform, workers, max_unreadable, torch.device(device))
+
+    @property
+    def unreadable(self) -> list[tuple[str, str]]:
+        """Path and reason of each image that could not be read so far."""
+        return list(self._pipeline.unreadable.items())
+
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        """The batches of the steps start … stop − 1 of the run.
+
+        Ask for all at once: workers start anew each time.
+        """
+        steps = range(start, stop)
+        for step, batch in zip(steps, self._pipeline.run(self._steps, steps), strict=True):
+            if batch is None:
+                raise self._pipeline.error(f"and neither can {REPLACEMENTS} others in place of one")
+            if self._mixing is None:
+                yield batch
+                continue
+            seed = derived_seed(self._steps.seed, step, "mixing")
+            images, targets = self._mixing(batch.images, batch.targets, seed, self._steps.part.start)
+            yield Batch(images, targets, batch.indices)
+
+
+class EvalLoader:
+    """All samples in order, each once over all ranks: the source is cut into one part for each.
+
+    Unreadable images are left out, logged, and kept in `unreadable`. batch_size: of each rank. indices: some of
+    the samples, by default all; what becomes of a sample does not depend on the others.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        transform: Transform,
+        *,
+        batch_size: int,
+        indices: Sequence[int] | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 0,
+        max_unreadable: float = MAX_UNREADABLE,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _check_ranks(rank, world_size)
+        _check_least(1, batch_size=batch_size)
+        indices = range(len(source)) if indices is None else indices
+        first, last = (number * len(indices) // world_size for number in (rank, rank + 1))
+        self._parts = _Parts(source, transform, seed, indices[first:last], batch_size)
+        self._pipeline = _Pipeline(source, transform, workers, max_unreadable, torch.device(device))
+
+    @property
+    def unreadable(self) -> list[tuple[str, str]]:
+        """Path and reason of each image that could not be read so far."""
+        return list(self._pipeline.unreadable.items())
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = self._pipeline.run(self._parts, range(len(self)))
+        return (batch for batch in batches if batch is not None)
+
+
+def _check_ranks(rank: int, world_size: int) -> None:
+    _check_least(1, world_size=world_size)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be from 0 to {world_size - 1}, got {rank}")
+
+
+def _check_least(least: int, **numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+# ---------------------------------------------------------------------- in the workers
+
+
+class _Loaded(NamedTuple):
+    """What a worker hands over: a batch, if there is one, and the images that it could not read."""
+
+    batch: Batch | None
+    unreadable: list[tuple[str, str]]
+
+
+@dataclass
+class _Order:
+    """The samples of each epoch, in as many passes over the source as its images need."""
+
+    samples: int
+    seed: int
+    images: int
+    repeats: int
+    _epoch: int = -1
+    _order: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def __call__(self, epoch: int, place: int) -> tuple[int, int]:
+        """The sample at a place of an epoch, and how many times the epoch had it before."""
+        if epoch != self._epoch:
+            passes = range(-(-self.images // (self.samples * self.repeats)))
+            self._order = torch.cat([self._shuffled(epoch, number) for number in passes])
+            self._epoch = epoch
+        number, inside = divmod(place, self.samples * self.repeats)
+        sample = self._order[number * self.samples + inside // self.repeats]
+        return int(sample), number * self.repeats + inside % self.repeats
+
+    def _shuffled(self, epoch: int, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, epoch, "order", number))
+        return torch.randperm(self.samples, generator=generator)
+
+
+@dataclass
+class _Steps(Dataset[_Loaded]):
+    """One rank's part of each training batch, by step."""
+
+    source: Source
+    transform: Transform
+    seed: int
+    order: _Order
+    batch_size: int
+    part: slice
+
+    def __getitem__(self, step: int) -> _Loaded:
+        epoch, first = divmod(step * self.batch_size, self.order.images)
+        places = range(first, first + self.batch_size)
+        # Repetitions of a sample go to different ranks, and are not mixed with each other.
+        places_apart = sorted(places, key=lambda place: place % self.order.repeats)
+        samples: list[_Tensors] = []
+        unreadable: list[tuple[str, str]] = []
+        for place in places_apart[self.part]:
+            index, view = self.order(epoch, place)
+            seed = derived_seed(self.seed, epoch, index, view)
+            others = (derived_seed(seed, "replacement", i) % len(self.source) for i in range(REPLACEMENTS))
+            candidates = (
+                _read(self.source, self.transform, i, seed, unreadable) for i in chain([index], others)
+            )
+            sample = next((found for found in candidates if found is not None), None)
+            if sample is None:
+                return _Loaded(None, unreadable)
+            samples.append(sample)
+        return _Loaded(_collate(samples), unreadable)
+
+
+@dataclass
+class _Parts(Dataset[_Loaded]):
+    """Consecutive samples of a part of the source, by batch."""
+
+    source: Source
+    transform: Transform
+    seed: int
+    part: Sequence[int]
+    batch_size: int
+
+    def __len__(self) -> int:
+        return -(-len(self.part) // self.batch_size)
+
+    def __getitem__(self, number: int) -> _Loaded:
+        unreadable: list[tuple[str, str]] = []
+        indices = self.part[number * self.batch_size : (number + 1) * self.batch_size]
+        seeds = (derived_seed(self.seed, index) for index in indices)
+        samples = [
+            sample
+            for index, seed in zip(indices, seeds, strict=True)
+            if (sample := _read(self.source, self.transform, index, seed, unreadable)) is not None
+        ]
+        return _Loaded(_collate(samples) if samples else None, unreadable)
+
+
+_Tensors = tuple[Tensor, int, int]
+
+
+def _read(
+    source: Source, transform: Transform, index: int, seed: int, unreadable: list[tuple[str, str]]
+) -> _Tensors | None:
+    """Image, target and index of a sample; or nothing, and why."""
+    try:
+        image, target = source.read(index)
+    except Unreadable as error:
+        unreadable.append((error.path, error.reason))
+        return None
+    # Bytes are a quarter of the traffic between processes.
+    make = transform.pixels if isinstance(transform, PixelTransform) else transform
+    return make(image, seed), target, index
+
+
+def _collate(samples: Sequence[_Tensors]) -> Batch:
+    images, targets, indices = zip(*samples, strict=True)
+    return Batch(torch.stack(images), torch.tensor(targets), torch.tensor(indices))
+
+
+# ---------------------------------------------------------------------- in the training process
+
+
+@dataclass
+class _Pipeline:
+    """From batches that workers load to batches on a device, and a record of what could not be read."""
+
+    source: Source
+    transform: Transform
+    workers: int
+    max_unreadable: float
+    device: torch.device
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_least(0, workers=self.workers)
+        if self.max_unreadable < 0:
+            raise ValueError(
+                f"max_unreadable is a number of images, or below 1 a fraction of all; got {self.max_unreadable}"
+            )
+
+    def run(self, dataset: Dataset[_Loaded], keys: range) -> Iterator[Batch | None]:
+        """The batches with these keys, in their order."""
+        options: dict[str, Any] = {"prefetch_factor": AHEAD} if self.workers else {}
+        loader = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=keys,
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            **options,
+        )
+        for loaded in loader:
+            self._note(loaded.unreadable)
+            yield None if loaded.batch is None else self._finish(loaded.batch)
+
+    def error(self, why: str) -> TooManyUnreadable:
+        """An error with the list of what could not be read."""
+        lines = [
+            f"{len(self.unreadable)} of the {len(self.source)} images of {self.source.name} cannot be read, {why}:"
+        ]
+        lines += [f"  {path}: {reason}" for path, reason in self.unreadable.items()]
+        return TooManyUnreadable("\n".join(lines), list(self.unreadable.items()))
+
+    def _note(self, unreadable: Sequence[tuple[str, str]]) -> None:
+        """Log each image once, and stop if there are too many."""
+        for path, reason in unreadable:
+            if path not in self.unreadable:
+                self.unreadable[path] = reason
+                logger.warning("cannot read %s: %s", path, reason)
+        share = len(self.source) if self.max_unreadable < 1 else 1
+        if len(self.unreadable) > self.max_unreadable * share:
+            raise self.error(f"more than max_unreadable={self.max_unreadable:g} allows")
+
+    def _finish(self, batch: Batch) -> Batch:
+        images, targets, indices = (tensor.to(self.device, non_blocking=True) for tensor in batch)
+        if isinstance(self.transform, PixelTransform):
+            images = self.transform.normalize(images)
+        return Batch(images, targets, indices)

@@ -1,0 +1,141 @@
+"""Shards of the WebDataset format: tar files in which the files of a sample share their name.
+
+They are read at random places instead of as streams, since only then a batch can be a function of its step; so they
+must be files, uncompressed, on a disk that is good at that.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from quickvit.data.images import Unreadable, image_suffixes, read_image
+from quickvit.data.sources.base import ALL, SPLITS, UNLABELLED, Sample
+from quickvit.data.sources.folder import read_class_list
+
+LABEL = ".cls"
+INFO = ("_info.json", "info.json")
+
+
+@dataclass(frozen=True, eq=False)
+class ShardSource:
+    """Samples of tar files: for each its shard, the place and the size of its image there, and its key."""
+
+    name: str
+    shards: tuple[str, ...]
+    where: np.ndarray
+    keys: np.ndarray
+    targets: np.ndarray
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def read(self, index: int) -> Sample:
+        """One sample; raises `Unreadable`."""
+        shard, offset, size = map(int, self.where[index])
+        name = self.describe(index)
+        try:
+            with open(self.shards[shard], "rb") as file:
+                file.seek(offset)
+                data = file.read(size)
+        except OSError as error:
+            raise Unreadable(name, f"{type(error).__name__}: {error}") from error
+        return Sample(read_image(io.BytesIO(data), name), int(self.targets[index]))
+
+    def describe(self, index: int) -> str:
+        """The shard and the key of a sample in it."""
+        return f"{self.shards[int(self.where[index][0])]}:{os.fsdecode(self.keys[index])}"
+
+
+def open_shards(folder: Path, split: str, *, labelled: bool = True) -> ShardSource:
+    """The samples of a split, in the shards that FOLDER/_info.json lists, in FOLDER/SPLIT or named after it."""
+    shards = _find_shards(folder, split)
+    where, keys, targets = [], [], []
+    for number, shard in enumerate(
+        tqdm(shards, desc="indexing shards", unit="shard", disable=len(shards) < 100)
+    ):
+        for key, offset, size, target in _index(shard, labelled=labelled):
+            where.append((number, offset, size))
+            keys.append(os.fsencode(key))
+            targets.append(target)
+    if not targets:
+        raise ValueError(f"no images in the {len(shards)} shards of {folder}")
+    classes: tuple[str, ...] = ()
+    if labelled:
+        classes = read_class_list(folder) or tuple(map(str, range(max(targets) + 1)))
+        if max(targets) >= len(classes):
+            raise ValueError(
+                f"{folder} names {len(classes)} classes, but has a sample of class {max(targets)}"
+            )
+    name = f"{folder} ({split})"
+    arrays = np.array(where, dtype=np.int64), np.array(keys), np.array(targets, dtype=np.int64)
+    return ShardSource(name, tuple(map(str, shards)), *arrays, classes)
+
+
+def _find_shards(folder: Path, split: str) -> list[Path]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder}")
+    names = SPLITS.get(split, ())
+    for info in (folder / name for name in INFO):
+        if info.is_file() and split != ALL:
+            return _named_shards(info, names)
+    patterns = ("**/*.tar",) if split == ALL else [p for n in names for p in (f"{n}/*.tar", f"*{n}*.tar")]
+    for pattern in patterns:
+        if found := sorted(folder.glob(pattern)):
+            return found
+    raise FileNotFoundError(f"{folder} has no shards of the {split} split: expected {', '.join(patterns)}")
+
+
+def _named_shards(info: Path, names: tuple[str, ...]) -> list[Path]:
+    """The shards that the description of a data set lists for a split, none of them outside its folder."""
+    try:
+        splits: dict[str, Any] = json.loads(info.read_text(encoding="utf-8"))["splits"]
+        split = next(splits[name] for name in names if name in splits)
+        return [info.parent / Path(str(name)).name for name in split["filenames"]]
+    except (ValueError, LookupError, TypeError, StopIteration, RecursionError) as error:
+        raise ValueError(
+            f"{info} does not list the shards of any of the splits {', '.join(names)}"
+        ) from error
+
+
+def _index(shard: Path, *, labelled: bool) -> Iterator[tuple[str, int, int, int]]:
+    """Key, offset, size and class of each image of a shard."""
+    images: dict[str, tuple[int, int]] = {}
+    labels: dict[str, int] = {}
+    try:
+        with tarfile.open(shard, "r:") as tar:
+            for member in tar:
+                folder, _, file = member.name.rpartition("/")
+                stem, _, suffix = file.partition(".")
+                key, suffix = f"{folder}/{stem}" if folder else stem, f".{suffix.lower()}"
+                if not member.isfile() or not stem:
+                    continue
+                if suffix in image_suffixes():
+                    images[key] = member.offset_data, member.size
+                elif suffix == LABEL and labelled:
+                    content = tar.extractfile(member)
+                    labels[key] = _label(
+                        b"" if content is None else content.read(32), f"{shard}:{member.name}"
+                    )
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise ValueError(f"{shard} is not a whole, uncompressed tar file: {error}") from error
+    for key, (offset, size) in images.items():
+        if labelled and key not in labels:
+            raise ValueError(f"{shard}:{key} has no class, expected a file {key}{LABEL} with its number")
+        yield key, offset, size, labels.get(key, UNLABELLED)
+
+
+def _label(text: bytes, name: str) -> int:
+    if not text.strip().isdigit():
+        raise ValueError(f"{name} must hold the number of a class, got {text!r}")
+    return int(text)

@@ -1,0 +1,223 @@
+"""From an image to the tensor that a model sees; every random choice comes from a seed that is passed in."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from functools import cache, cached_property
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageFilter, ImageOps
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.data.transforms import str_to_pil_interp
+from timm.data.transforms_factory import create_transform
+from torch import Tensor
+from torchvision.transforms import functional
+
+from quickvit.models.checkpoints import CROP_MODES, INTERPOLATIONS
+
+Color = tuple[float, float, float]
+# An image and a seed → what a model sees of it.
+Transform = Callable[[Image.Image, int], Tensor]
+
+
+@dataclass(frozen=True)
+class PixelTransform(ABC):
+    """A transform in two steps, so that workers hand over bytes and a whole batch is normalised at once."""
+
+    img_size: int | tuple[int, int]
+    _: KW_ONLY
+    interpolation: str = "bicubic"
+    mean: Color = IMAGENET_DEFAULT_MEAN
+    std: Color = IMAGENET_DEFAULT_STD
+
+    def __post_init__(self) -> None:
+        if min(self.size) < 1:
+            raise ValueError(f"img_size must be at least 1, got {self.img_size}")
+        if self.interpolation not in INTERPOLATIONS:
+            known = ", ".join(INTERPOLATIONS)
+            raise ValueError(f"unknown interpolation {self.interpolation!r}; expected one of {known}")
+        if min(self.std) <= 0:
+            raise ValueError(f"std must be above 0, got {self.std}")
+
+    @abstractmethod
+    def pixels(self, image: Image.Image, seed: int) -> Tensor:
+        """An image as bytes [3, H, W]."""
+
+    def normalize(self, pixels: Tensor) -> Tensor:
+        """Bytes [..., 3, H, W] → (x / 255 − mean) / std in float32, on the device that they are on."""
+        mean, std = (_color(tuple(values), pixels.device) for values in (self.mean, self.std))
+        return pixels.float().div_(255).sub_(mean).div_(std)
+
+    def __call__(self, image: Image.Image, seed: int = 0) -> Tensor:
+        """An image as the model sees it, float32 [3, H, W]."""
+        return self.normalize(self.pixels(image, seed))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
+
+
+@cache
+def _color(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """A colour [3, 1, 1]; kept, since a GPU would be waited for to take it anew with each batch."""
+    return torch.tensor(values, device=device).view(3, 1, 1)
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+@dataclass(frozen=True)
+class EvalTransform(PixelTransform):
+    """timm's evaluation: the shorter side resized to img_size / crop_ratio, then the centre.
+
+    crop_mode: timm's "center"; or "squash" both sides, or add a "border" to the shorter one.
+    """
+
+    crop_ratio: float = 1.0
+    crop_mode: str = "center"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.crop_ratio <= 1:
+            raise ValueError(f"crop_ratio must be above 0 and at most 1, got {self.crop_ratio}")
+        if self.crop_mode not in CROP_MODES:
+            raise ValueError(f"unknown crop_mode {self.crop_mode!r}; expected one of {', '.join(CROP_MODES)}")
+
+    @cached_property
+    def _transform(self) -> Callable[[Image.Image], Tensor]:
+        transform: Callable[[Image.Image], Tensor] = create_transform(
+            (3, *self.size),
+            interpolation=self.interpolation,
+            mean=self.mean,
+            crop_pct=self.crop_ratio,
+            crop_mode=self.crop_mode,
+            normalize=False,
+        )
+        return transform
+
+    def pixels(self, image: Image.Image, seed: int = 0) -> Tensor:  # noqa: ARG002
+        """The same bytes whatever the seed."""
+        return self._transform(image)
+
+
+def eval_transform(
+    img_size: int | tuple[int, int] = 224,
+    crop_ratio: float = 1.0,
+    interpolation: str = "bicubic",
+    mean: Color = IMAGENET_DEFAULT_MEAN,
+    std: Color = IMAGENET_DEFAULT_STD,
+) -> EvalTransform:
+    """The evaluation transform; DeiT III evaluates with the whole height or width (crop ratio 1)."""
+    return EvalTransform(img_size, interpolation=interpolation, mean=mean, std=std, crop_ratio=crop_ratio)
+
+
+# ---------------------------------------------------------------------- DeiT III
+
+
+@dataclass(frozen=True)
+class DeiT3Transform(PixelTransform):
+    """DeiT III's augmentation: random resized crop, flip, ThreeAugment, colour jitter.
+
+    scale, ratio: area and aspect of the crop, relative to the image's area and absolute.
+    flip: probability of a mirroring left to right.
+    three_augment: one of grayscale, solarisation and Gaussian blur for every image, with equal odds.
+    color_jitter: brightness, contrast and saturation, in random order, each by a factor from 1 ± so much.
+    """
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+    three_augment: bool = True
+    color_jitter: float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("scale", "ratio"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high:
+                raise ValueError(f"{name} must be two rising numbers above 0, got {(low, high)}")
+        if self.scale[1] > 1:
+            raise ValueError(f"scale must be at most 1, got {self.scale[1]}")
+        if not 0 <= self.flip <= 1:
+            raise ValueError(f"flip must be from 0 to 1, got {self.flip}")
+        if self.color_jitter < 0:
+            raise ValueError(f"color_jitter must be at least 0, got {self.color_jitter}")
+
+    def pixels(self, image: Image.Image, seed: int) -> Tensor:
+        """The crop that the seed decides, as bytes."""
+        random = Random(seed)
+        image = random_resized_crop(image, self.size, random, self.scale, self.ratio, self.interpolation)
+        if random.random() < self.flip:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        if self.three_augment:
+            image = three_augment(image, random)
+        if self.color_jitter:
+            image = color_jitter(image, random, self.color_jitter)
+        return to_tensor(image)
+
+
+def deit3_transform(img_size: int | tuple[int, int] = 224, **options: Any) -> DeiT3Transform:
+    """DeiT III's augmentation for images of this size; see `DeiT3Transform` for the options."""
+    return DeiT3Transform(img_size, **options)
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def random_resized_crop(
+    image: Image.Image,
+    size: tuple[int, int],
+    random: Random,
+    scale: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    interpolation: str = "bicubic",
+) -> Image.Image:
+    """A random part of an image resized to `size`, as timm draws it."""
+    top, left, height, width = _crop_box(image.height, image.width, random, scale, ratio)
+    part = image.crop((left, top, left + width, top + height))
+    return part.resize(size[::-1], str_to_pil_interp(interpolation))
+
+
+def _crop_box(
+    height: int, width: int, random: Random, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[int, int, int, int]:
+    """Top, left, height and width; the centre with the nearest aspect if ten draws do not fit."""
+    for _ in range(10):
+        area = random.uniform(*scale) * height * width
+        aspect = math.exp(random.uniform(math.log(ratio[0]), math.log(ratio[1])))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return random.randint(0, height - h), random.randint(0, width - w), h, w
+    h, w = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def three_augment(image: Image.Image, random: Random) -> Image.Image:
+    """One of grayscale, solarisation above 128 and Gaussian blur with a radius of 0.1 to 2 pixels."""
+    choice = random.randrange(3)
+    if choice == 0:
+        return image.convert("L").convert("RGB")
+    if choice == 1:
+        return ImageOps.solarize(image)
+    return image.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))
+
+
+def color_jitter(image: Image.Image, random: Random, strength: float) -> Image.Image:
+    """Brightness, contrast and saturation in random order, each by a factor from 1 ± strength."""
+    adjustments = [functional.adjust_brightness, functional.adjust_contrast, functional.adjust_saturation]
+    random.shuffle(adjustments)
+    for adjust in adjustments:
+        image = adjust(image, random.uniform(max(0.0, 1 - strength), 1 + strength))
+    return image
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """An RGB image as bytes [3, H, W]."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

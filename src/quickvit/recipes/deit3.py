@@ -1,0 +1,412 @@
+"""DeiT III: supervised training of the paper's classifiers, and fine-tuning at another resolution.
+
+Values are those of Quick ViTs' table of hyperparameters (ViT-L/16 and ViT-H/14) where it has them, else of the
+commands that the authors of DeiT III published; where neither says anything, it is said beside the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from timm.layers import DropPath
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from quickvit.data import (
+    Batch,
+    EvalLoader,
+    Mixing,
+    TrainLoader,
+    declare_preprocessing,
+    deit3_transform,
+    eval_transform,
+    open_source,
+)
+from quickvit.models import QuickVisionTransformer, ViT, create_model
+from quickvit.models.checkpoints import (
+    load_weights,
+    read_checkpoint,
+    save_checkpoint,
+    save_weights,
+)
+from quickvit.recipes.run import as_plain, carry_out
+from quickvit.train import (
+    Outcome,
+    Precision,
+    Recipe,
+    RunConfig,
+    World,
+    averaged_copy,
+    bare,
+    build_optimizer,
+    follow,
+    parameter_groups,
+    warmup_cosine,
+)
+from quickvit.train.optimizers import OptimizerName
+
+MODEL = "model.safetensors"
+# Width from which on a row holds: learning rate, weight decay, stochastic depth, images that share a draw of mixing.
+# ViT-L and ViT-H: Quick ViTs, table of hyperparameters. ViT-S and ViT-B: DeiT III's commands. Nobody publishes
+# ViT-Ti; it has the values of ViT-S without stochastic depth. Mixing is drawn once per GPU there.
+SIZES: dict[int, dict[str, Any]] = {
+    0: {"learning_rate": 4e-3, "weight_decay": 0.05, "drop_path": 0.0, "mixing_group": 256},
+    384: {"learning_rate": 4e-3, "weight_decay": 0.05, "drop_path": 0.05, "mixing_group": 256},
+    768: {"learning_rate": 3e-3, "weight_decay": 0.05, "drop_path": 0.2, "mixing_group": 256},
+    1024: {"learning_rate": 3e-3, "weight_decay": 0.02, "drop_path": 0.4, "mixing_group": 128},
+    1280: {"learning_rate": 3e-3, "weight_decay": 0.02, "drop_path": 0.5, "mixing_group": 64},
+}
+# Quick ViTs: 400 epochs, 5 of warm-up, batches of 2048, LAMB, BCE, repeated augmentation.
+TRAINING: dict[str, Any] = {
+    "epochs": 400,
+    "batch_size": 2048,
+    "optimizer": "lamb",
+    "loss": "bce",
+    "smoothing": 0.0,
+    "repeats": 3,
+}
+# DeiT III's commands for fine-tuning at 224 and 384 pixels, with ThreeAugment where they have RandAugment.
+FINETUNING: dict[str, Any] = {
+    "epochs": 20,
+    "batch_size": 512,
+    "optimizer": "adamw",
+    "loss": "ce",
+    "smoothing": 0.1,
+    "repeats": 1,
+    "learning_rate": 1e-5,
+    "weight_decay": 0.1,
+    "mixing_group": 64,
+}
+FINETUNING_DROP_PATH = {0: 0.0, 384: 0.0, 768: 0.2, 1024: 0.45, 1280: 0.55}
+
+
+@dataclass(frozen=True)
+class Deit3Config:
+    """Configuration of DeiT III. What is left open follows from the size of the model, or from fine-tuning."""
+
+    model: str
+    """Name of a Quick ViT, of a baseline (baseline_large_patch16_224) or of a ViT of timm."""
+    data: str
+    """A folder with train/CLASS/*.jpg and val/CLASS/*.jpg, digits, or another source of quickvit.data."""
+    out: Path
+    """The run folder. A run that is there already is resumed."""
+    finetune: Path | None = None
+    """Checkpoint to start from, of this model at any resolution."""
+    img_size: int = 224
+    """Side of the images (Quick ViTs: 224)."""
+    patch_size: int | None = None
+    """Side of the patches; the model's own by default."""
+    octic_depth: int | None = None
+    """The paper's k, how many blocks are octic: 0 … depth; the model's own by default."""
+    invariant: str | None = None
+    """The invariant of a d8 or i8; power_spectrum by default. The paper's i8 of this recipe has polynomial."""
+    lift: Literal["octic", "free"] | None = None
+    """free for the paper's ablation without symmetry in the patch embedding (h8 and h2)."""
+    layer_scale: float = 1e-4
+    """Initial layer scale (DeiT III)."""
+    model_args: dict[str, int | float | str | bool | None] | None = None
+    """Further arguments of the model, for example {"depth": 6}."""
+    epochs: int | None = None
+    """400 (Quick ViTs), 20 for fine-tuning (DeiT III)."""
+    warmup_epochs: float = 5
+    """Epochs in which the learning rate rises (Quick ViTs)."""
+    batch_size: int | None = None
+    """Images per update of all GPUs together: 2048 (Quick ViTs), 512 for fine-tuning (DeiT III)."""
+    optimizer: OptimizerName | None = None
+    """lamb (Quick ViTs), adamw for fine-tuning (DeiT III)."""
+    learning_rate: float | None = None
+    """3e-3, 4e-3 up to ViT-S, 1e-5 for fine-tuning; not scaled by the batch size."""
+    warmup_learning_rate: float = 1e-6
+    """Where the warm-up begins (DeiT III)."""
+    final_learning_rate: float = 1e-5
+    """Where the cosine ends (DeiT III)."""
+    weight_decay: float | None = None
+    """0.02, 0.05 up to ViT-B, 0.1 for fine-tuning."""
+    layer_decay: float | None = None
+    """Factor of the learning rate from a layer to the one below, for fine-tuning; none in DeiT III."""
+    clip: float | None = 1.0
+    """Largest norm of the gradient (Quick ViTs)."""
+    drop_path: float | None = None
+    """Stochastic depth, the same in all blocks: 0.4 for ViT-L, 0.5 for ViT-H (Quick ViTs), less for smaller ones."""
+    loss: Literal["bce", "ce"] | None = None
+    """bce (Quick ViTs), ce for fine-tuning (DeiT III)."""
+    smoothing: float | None = None
+    """Label smoothing: 0, 0.1 for fine-tuning (DeiT III)."""
+    mixup: float = 0.8
+    """α of mixup (Quick ViTs)."""
+    cutmix: float = 1.0
+    """α of CutMix (Quick ViTs); one of the two on every batch, with equal odds."""
+    mixing_group: int | None = None
+    """So many images share a draw of mixup or CutMix, as many as a GPU has in DeiT III."""
+    color_jitter: float = 0.3
+    """Strength of colour jitter (Quick ViTs)."""
+    three_augment: bool = True
+    """Grayscale, solarisation or blur for every image (DeiT III)."""
+    repeats: int | None = None
+    """Repeated augmentation: 3, none for fine-tuning (DeiT III)."""
+    crop_ratio: float = 1.0
+    """Share of the image that is evaluated (DeiT III)."""
+    average: float | None = None
+    """Decay of an exponential moving average of the weights, which is then evaluated and exported too; none in
+    the paper."""
+    precision: Literal["auto", "bf16", "float32", "float64"] = "auto"
+    """auto is bf16 on a GPU (Quick ViTs: mixed precision) and float32 on a CPU."""
+    classes: int | None = None
+    """Number of classes; those of the data by default."""
+    steps_per_epoch: int | None = None
+    """Updates per epoch; as many as the data has whole batches by default."""
+    seed: int = 0
+    """Of weights, order, augmentation and stochastic depth."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """How the run is carried out; may change from one start to the next."""
+
+
+T = TypeVar("T")
+# Fields that say where things are or how they are done, not what is computed.
+_PLACES = ("data", "out", "finetune", "run")
+
+
+def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
+    """The configuration with every value filled in."""
+    with torch.device("meta"):
+        width = _create(config, classes=2).embed_dim
+    defaults = {**TRAINING, **_row(SIZES, width)}
+    if config.finetune is not None:
+        defaults |= {**FINETUNING, "drop_path": _row(FINETUNING_DROP_PATH, width)}
+    known = {name: value for name in defaults if (value := getattr(config, name)) is not None}
+    source = open_source(config.data, "train")
+    batch_size = {**defaults, **known}["batch_size"]
+    steps = config.steps_per_epoch or len(source) // batch_size
+    if not steps:
+        raise ValueError(
+            f"batch_size must be at most the {len(source)} images of {source.name}, got {batch_size}"
+        )
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "float32"
+    resolved = {
+        **defaults,
+        **known,
+        "classes": config.classes or len(source.classes),
+        "steps_per_epoch": steps,
+        "precision": precision,
+    }
+    return replace(config, **resolved)
+
+
+def train(config: Deit3Config, command: str = "") -> Outcome:
+    """Train by DeiT III's recipe, from the start or from where the run folder's checkpoints end."""
+    return carry_out(config, resolve, Deit3, command)
+
+
+class Deit3(Recipe):
+    """A classifier, and if asked for the average of its weights. Takes a resolved configuration."""
+
+    name = "deit3"
+
+    def __init__(self, config: Deit3Config) -> None:
+        self.config = config
+        self.seed, self.clip = config.seed, config.clip
+        self.batch_size, self.steps_per_epoch = _given(config.batch_size), _given(config.steps_per_epoch)
+        self.total_steps = _given(config.epochs) * self.steps_per_epoch
+        self.precision: Precision = "float32" if config.precision == "auto" else config.precision
+        self.dtype = torch.float64 if self.precision == "float64" else torch.float32
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            model = build_model(config).to(self.dtype)
+        declare_preprocessing(model, eval_transform(config.img_size, config.crop_ratio))
+        self.modules = {"model": model}
+        if config.average is not None:
+            self.modules["average"] = averaged_copy(model)
+
+    @classmethod
+    def rebuild(cls, config: Deit3Config) -> Deit3:
+        """The recipe of a run that is to be looked at; its weights are to come from a state of it."""
+        return cls(replace(config, finetune=None))
+
+    def settings(self) -> Mapping[str, Any]:
+        """The configuration, less where things are and how the run is carried out."""
+        return {name: value for name, value in as_plain(self.config).items() if name not in _PLACES}
+
+    def optimizer(self) -> Optimizer:
+        """LAMB or AdamW with the warm-up and cosine of DeiT III."""
+        config = self.config
+        lr = warmup_cosine(
+            _given(config.learning_rate),
+            config.final_learning_rate,
+            self.total_steps,
+            round(config.warmup_epochs * self.steps_per_epoch),
+            config.warmup_learning_rate,
+        )
+        model = bare(self.modules["model"])
+        groups = parameter_groups(model, lr, _given(config.weight_decay), config.layer_decay)
+        return build_optimizer(_given(config.optimizer), groups)
+
+    def batches(self, start: int, world: World) -> Iterator[Batch]:
+        """Augmented and mixed images with their mixed targets."""
+        config = self.config
+        loader = TrainLoader(
+            open_source(config.data, "train"),
+            deit3_transform(
+                config.img_size, color_jitter=config.color_jitter, three_augment=config.three_augment
+            ),
+            batch_size=self.batch_size,
+            seed=config.seed,
+            steps_per_epoch=self.steps_per_epoch,
+            repeats=_given(config.repeats),
+            mixing=Mixing(
+                _given(config.classes),
+                mixup=config.mixup,
+                cutmix=config.cutmix,
+                smoothing=_given(config.smoothing),
+                group=_given(config.mixing_group),
+            ),
+            rank=world.rank,
+            world_size=world.size,
+            workers=config.run.workers,
+            device=world.device,
+        )
+        return loader.batches(start, self.total_steps)
+
+    def loss(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: ARG002
+        """The loss of mixed targets."""
+        logits = self.modules["model"](batch.images.to(self.dtype)).to(self.dtype)
+        criterion = bce_loss if self.config.loss == "bce" else functional.cross_entropy
+        return criterion(logits, batch.targets.to(self.dtype)), {}
+
+    def after_step(self, step: int) -> None:  # noqa: ARG002
+        """Let the average follow."""
+        if self.config.average is not None:
+            follow(self.modules["average"], bare(self.modules["model"]), self.config.average)
+
+    def evaluate(self, world: World) -> dict[str, float]:
+        """Top-1 and top-5 accuracy on the validation split, if the data has one."""
+        config = self.config
+        try:
+            source = open_source(config.data, "val")
+        except FileNotFoundError:
+            return {}
+        loader = EvalLoader(
+            source,
+            eval_transform(config.img_size, config.crop_ratio),
+            batch_size=max(1, self.batch_size // (world.size * config.run.accumulate)),
+            rank=world.rank,
+            world_size=world.size,
+            workers=config.run.workers,
+            device=world.device,
+        )
+        numbers: dict[str, float] = {}
+        hits = {name: torch.zeros(3, device=world.device) for name in self.modules}
+        nothing = torch.zeros(1, 3, config.img_size, config.img_size, device=world.device)
+        for batch in world.together(loader):
+            images = nothing if batch is None else batch.images
+            for name, module in self.modules.items():
+                logits = bare(module)(images.to(self.dtype))
+                if batch is not None:
+                    hits[name] += _count_hits(logits, batch.targets)
+        for name, counts in hits.items():
+            top1, top5, total = world.sum(counts).tolist()
+            prefix = "" if name == "model" else f"{name}_"
+            numbers |= {f"{prefix}top1": top1 / total, f"{prefix}top5": top5 / total}
+        return numbers
+
+    def export(self, folder: Path, world: World) -> None:
+        """Write `model.safetensors`: the average if there is one, with how images are prepared for it."""
+        model = bare(self.modules.get("average", self.modules["model"]))
+        state = {
+            name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in model.state_dict().items()
+        }
+        if not world.main:
+            return
+        if isinstance(model, QuickVisionTransformer):
+            save_checkpoint(model, folder / MODEL, state)
+        else:
+            save_weights(state, folder / MODEL)
+
+
+def bce_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """DeiT III's loss: the binary cross-entropy of every class, 1 for each that has a part in the image."""
+    return functional.binary_cross_entropy_with_logits(logits, (targets > 0).to(logits.dtype))
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def build_model(config: Deit3Config) -> ViT:
+    """The model of a resolved configuration, with the weights of the checkpoint that it starts from."""
+    if config.finetune is None:
+        return _create(config, _given(config.classes), drop_path=_given(config.drop_path))
+    state, theirs = read_checkpoint(config.finetune)
+    grid = None
+    if theirs is not None:
+        grid = theirs.get("pos_grid") or _side(theirs["img_size"]) // theirs["patch_size"]
+    model = _create(config, _given(config.classes), drop_path=_given(config.drop_path), pos_grid=grid)
+    if isinstance(model, VisionTransformer):
+        state = checkpoint_filter_fn(state, model, interpolation="bicubic")
+    own = model.state_dict()
+    for name in ("head.weight", "head.bias"):
+        # Other classes need another head.
+        if name in state and state[name].shape != own[name].shape:
+            state[name] = own[name]
+    load_weights(model, state, source=str(config.finetune))
+    return model
+
+
+def _create(config: Deit3Config, classes: int, *, drop_path: float = 0.0, pos_grid: int | None = None) -> ViT:
+    ablation = {
+        name: value
+        for name in ("octic_depth", "invariant", "lift")
+        if (value := getattr(config, name)) is not None
+    }
+    options: dict[str, Any] = {
+        "img_size": config.img_size,
+        "num_classes": classes,
+        "init_values": config.layer_scale,
+        **ablation,
+        **(config.model_args or {}),
+    }
+    if config.patch_size is not None:
+        options["patch_size"] = config.patch_size
+    if config.model.startswith("quickvit_"):
+        options |= {"drop_path_rate": drop_path, "uniform_drop_path": True, "pos_grid": pos_grid}
+    elif ablation:
+        raise ValueError(f"{', '.join(ablation)} is for Quick ViTs, {config.model} is none")
+    try:
+        model = create_model(config.model, **options)
+    except TypeError as error:
+        raise ValueError(f"cannot build {config.model} with {options}: {error}") from error
+    if isinstance(model, VisionTransformer) and drop_path:
+        # timm's own rises from block to block.
+        for block in model.blocks:
+            block.drop_path1, block.drop_path2 = DropPath(drop_path), DropPath(drop_path)
+    return model
+
+
+def _count_hits(logits: Tensor, targets: Tensor) -> Tensor:
+    """How often the class was the first guess, how often among five, and how many images there were."""
+    guesses = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
+    right = guesses == targets[:, None]
+    return torch.stack([right[:, 0].sum(), right.sum(), torch.tensor(len(targets), device=right.device)])
+
+
+def _row(table: Mapping[int, T], width: int) -> T:
+    """The row of a table that holds for a width."""
+    return table[max(least for least in table if least <= width)]
+
+
+def _given(value: T | None) -> T:
+    if value is None:
+        raise ValueError("the configuration has open values; call resolve() first")
+    return value
+
+
+def _side(size: int | list[int]) -> int:
+    return size if isinstance(size, int) else max(size)

@@ -1,0 +1,68 @@
+"""From a recipe to a run folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from quickvit.bench.record import surroundings, write
+from quickvit.train import Outcome, Recipe, RunConfig, Trainer, connected
+
+CONFIG = "config.json"
+STARTS = "starts.jsonl"
+
+
+class Config(Protocol):
+    """What every recipe's configuration has: a folder for the run, and how it is carried out."""
+
+    @property
+    def out(self) -> Path:
+        """The run folder."""
+        ...
+
+    @property
+    def run(self) -> RunConfig:
+        """How it is carried out."""
+        ...
+
+
+C = TypeVar("C", bound=Config)
+
+
+def carry_out(
+    config: C,
+    resolve: Callable[[C, torch.device], C],
+    build: Callable[[C], Recipe],
+    command: str = "",
+) -> Outcome:
+    """Resolve a configuration, build its recipe and train it, alone or as one of several processes.
+
+    The run folder gets the resolved configuration, which can be given back with --config, and a line for each
+    start with the commit, versions and hardware.
+    """
+    with connected(config.run.device) as world:
+        config = resolve(config, world.device)
+        trainer = Trainer(build(config), config.run, config.out, world)
+        if world.main:
+            _note_start(config, world.device, command)
+        return trainer.fit()
+
+
+def as_plain(config: Any) -> dict[str, Any]:
+    """A configuration as JSON knows it."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
+    return plain
+
+
+def _note_start(config: Config, device: torch.device, command: str) -> None:
+    plain = as_plain(config)
+    config.out.mkdir(parents=True, exist_ok=True)
+    if not (config.out / CONFIG).exists():
+        write(plain, config.out / CONFIG)
+    with (config.out / STARTS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**surroundings(device, command), "config": plain}) + "\n")

@@ -1,0 +1,39 @@
+"""The command line itself."""
+
+import subprocess
+import sys
+
+import pytest
+
+from quickvit import __version__
+from quickvit.cli import main
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["--version"], 0, f"quickvit {__version__}"),
+        (["--help"], 0, "verify"),
+        (["models", "--famly", "h8"], 2, "--famly"),
+        (["verify", "quickvit_h8_tiny_patch16_224", "--dtype", "int8"], 2, "int8"),
+        (["embed", "quickvit_h8_tiny_patch16_224", "--out", "f.npz"], 2, "images"),
+        (["bench", "model", "--compile", "most"], 2, "most"),
+        (["bench", "ops", "--families", "d8"], 2, "--families"),
+        (["bench"], 2, "subcommand"),
+        ([], 2, "subcommand"),
+    ],
+)
+def test_parser(argv, code, message, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(argv)
+    captured = capsys.readouterr()
+    assert exit_info.value.code == code
+    assert message in captured.out + captured.err
+
+
+def test_module_is_the_command():
+    command = [sys.executable, "-m", "quickvit", "info", "nothing"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines()[-1].startswith("quickvit: error: unknown model 'nothing'")

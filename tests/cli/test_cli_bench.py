@@ -1,0 +1,78 @@
+"""`quickvit bench`."""
+
+import json
+
+import pytest
+
+from quickvit import __version__
+
+
+class TestBench:
+    SMALL = ("--sizes", "tiny", "--img-size", 32, "--batch", 1, "--device", "cpu", "--repeats", 1)
+
+    @pytest.fixture(autouse=True)
+    def quick(self, monkeypatch):
+        monkeypatch.setattr("quickvit.bench.timing.SAMPLE_MS", 0.0)
+
+    @pytest.mark.parametrize("kind", ["block", "model", "train", "memory", "ops"])
+    def test_models_print_a_table(self, run, kind):
+        depth = ("--depth", 1) if kind in ("model", "train", "memory") else ()
+        code, out, err = run("bench", kind, *self.SMALL, *depth)
+        assert (code, err) == (0, "")
+        assert out.startswith("case  ")
+        assert "ViT-Tiny/16 32px" in out
+        assert ("ceilings in float32: " in out) == (kind != "memory")
+
+    @pytest.mark.parametrize("kind", ["linear", "gelu"])
+    def test_layers_print_a_table(self, run, kind):
+        code, out, _ = run(
+            *("bench", kind, "--widths", 16, 32, "--tokens", 2, "--batch", 1, "--device", "cpu"),
+            *("--repeats", 1, "--threads", 1, "--dtype", "float32", "bfloat16"),
+        )
+        assert code == 0
+        assert "C = 16" in out
+        assert "C = 32" in out
+        assert "ceilings in bfloat16: " in out
+
+    def test_flops(self, run):
+        code, out, _ = run("bench", "flops", "--widths", 64, "--json")
+        assert code == 0
+        assert [row["name"] for row in json.loads(out)["results"]] == ["standard", "octic"]
+
+    def test_json_and_file_say_the_same(self, run, tmp_path):
+        path = tmp_path / "new" / "model.json"
+        options = ("--depth", 2, "--families", "h8", "--threads", 1, "--json", "--out", path)
+        code, out, err = run("bench", "model", *self.SMALL, *options)
+        assert (code, err) == (0, "")
+        record = json.loads(out)
+        assert record == json.loads(path.read_text())
+        assert [row["name"] for row in record["results"]] == ["vit", "h8"]
+        assert record["versions"]["quickvit"] == __version__
+        assert record["hardware"]["device"] == "cpu"
+        assert record["command"].startswith("quickvit bench model --sizes tiny --img-size 32")
+        assert record["settings"]["compile"] == "none"
+
+    def test_nothing_measured_is_exit_code_1(self, run, monkeypatch):
+        def broken(*arguments, **options):
+            raise RuntimeError("no such kernel")
+
+        monkeypatch.setattr("quickvit.bench.models.create_model", broken)
+        code, out, _ = run("bench", "memory", *self.SMALL)
+        assert code == 1
+        assert out.count("RuntimeError: no such kernel") == 4
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--sizes", "tiny", "vast"], "unknown size 'vast'; expected one of tiny"),
+            (["--families", "h9"], "unknown family 'h9'"),
+            (["--batch", "0"], "batch must be at least 1, got 0"),
+            (["--device", "abacus"], "cannot use the device 'abacus'"),
+            (["--threads", "0"], "threads must be at least 1, got 0"),
+        ],
+    )
+    def test_wrong_arguments(self, run, arguments, message):
+        code, out, err = run("bench", "model", *self.SMALL, *arguments)
+        assert (code, out) == (2, "")
+        assert err.startswith("quickvit: error: ")
+        assert message in err

@@ -1,0 +1,339 @@
+"""Every layout of data gives the right images and classes, and wrong ones are named."""
+
+import io
+import json
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from quickvit.data import Source, Unreadable, cache, open_source
+
+
+def labels(source: Source):
+    """The class of each sample, by the end of its path."""
+    return [
+        ("/".join(source.describe(i).rsplit("/", 2)[1:]), source.read(i).target) for i in range(len(source))
+    ]
+
+
+# ---------------------------------------------------------------------- folders
+
+
+@pytest.fixture
+def folder(tmp_path, write_images):
+    names = [
+        f"{split}/{name}" for split in ("train", "val") for name in ("cat/1.png", "cat/0.png", "ant/0.png")
+    ]
+    return write_images(tmp_path / "data", *names)
+
+
+def test_a_folder_of_class_folders(folder):
+    source = open_source(folder)
+    assert source.classes == ("ant", "cat")
+    assert labels(source) == [("ant/0.png", 0), ("cat/0.png", 1), ("cat/1.png", 1)]
+    with Image.open(folder / "train/cat/0.png") as image:
+        np.testing.assert_array_equal(np.asarray(source.read(1).image), np.asarray(image))
+    again = pickle.loads(pickle.dumps(source))
+    assert [again.describe(i) for i in range(3)] == [source.describe(i) for i in range(3)]
+
+
+@pytest.mark.parametrize("name", ["val", "validation", "valid", "test"])
+def test_the_validation_split_has_many_names(folder, name):
+    (folder / "val").rename(folder / name)
+    source = open_source(folder, "val")
+    assert source.name == str(folder / name)
+    assert len(source) == 3
+
+
+def test_images_may_lie_deeper_than_their_class(folder, write_images):
+    write_images(folder, "train/cat/tabby/young/7.png")
+    assert ("young/7.png", 1) in labels(open_source(folder))
+
+
+def test_unlabelled_images_may_lie_anywhere(tmp_path, write_images):
+    write_images(tmp_path, "0.png", "a/b/1.png")
+    source = open_source(tmp_path, labelled=False)
+    assert source.classes == ()
+    assert labels(source) == [(f"{tmp_path.name}/0.png", -1), ("b/1.png", -1)]
+    write_images(tmp_path, "train/2.png")
+    assert [source.describe(0) for source in [open_source(tmp_path, labelled=False)]] == [
+        str(tmp_path / "train/2.png")
+    ]
+    assert len(open_source(tmp_path, "all", labelled=False)) == 3
+
+
+def test_a_folder_without_splits_is_for_training(tmp_path, write_images):
+    write_images(tmp_path, "cat/0.png", "ant/0.png")
+    assert open_source(tmp_path).classes == open_source(tmp_path, "all").classes == ("ant", "cat")
+    with pytest.raises(
+        FileNotFoundError, match=rf"{tmp_path} has no val split: expected one of {tmp_path}/val, "
+    ):
+        open_source(tmp_path, "val")
+
+
+def test_splits_are_no_classes(folder):
+    with pytest.raises(ValueError, match=rf"{folder} has the splits train, val; take one of them"):
+        open_source(folder, "all")
+    assert len(open_source(folder, "all", labelled=False)) == 6
+    assert len(open_source(folder / "val", "all")) == 3
+
+
+def test_classes_are_those_of_training(folder, write_images):
+    (folder / "val/ant/0.png").unlink()
+    source = open_source(folder, "val")
+    assert source.classes == ("ant", "cat")
+    assert {target for _, target in labels(source)} == {1}
+    (folder / "val/ant").rmdir()
+    with pytest.raises(
+        ValueError, match=rf"lacks 1 of the 2 classes of {folder}/train: nothing in {folder}/val/ant"
+    ):
+        open_source(folder, "val")
+    write_images(folder, "val/ant/0.png", "val/yak/0.png")
+    with pytest.raises(ValueError, match=rf"{folder}/val/yak is a class that {folder}/train does not have"):
+        open_source(folder, "val")
+
+
+def test_a_class_to_learn_needs_images(folder):
+    (folder / "train/bee").mkdir()
+    with pytest.raises(ValueError, match=rf"nothing in {folder}/train/bee"):
+        open_source(folder)
+
+
+def test_class_list_decides_the_order(folder):
+    (folder / "classes.txt").write_text("dog\ncat\nant\n")
+    for split in ("train", "val"):
+        source = open_source(folder, split)
+        assert source.classes == ("dog", "cat", "ant")
+        assert [target for _, target in labels(source)] == [2, 1, 1]
+    (folder / "classes.txt").write_text("cat\ndog\n")
+    with pytest.raises(
+        ValueError, match=rf"{folder}/train/ant is a class that {folder}/classes.txt does not have"
+    ):
+        open_source(folder)
+    (folder / "classes.txt").write_text("cat\ncat\n")
+    with pytest.raises(ValueError, match=r"classes.txt must name each class once"):
+        open_source(folder)
+
+
+def test_a_flat_split_with_a_list(tmp_path, write_images):
+    write_images(tmp_path, "train/cat/0.png", "train/ant/0.png", "val/x 1.png", "val/x2.png", "val/x3.png")
+    with pytest.raises(ValueError, match=rf"{tmp_path}/val/x 1.png lies in no folder of a class"):
+        open_source(tmp_path, "val")
+    (tmp_path / "val.txt").write_text("x 1.png cat\nx2.png 0\n\nx3.png 1\n")
+    source = open_source(tmp_path, "val")
+    assert labels(source) == [("val/x 1.png", 1), ("val/x2.png", 0), ("val/x3.png", 1)]
+    assert source.classes == ("ant", "cat")
+    for line, message in {
+        "x2.png dog": "'dog' is neither one of the 2 classes nor its number",
+        "x2.png 2": "'2' is neither",
+        "../../secret.png cat": "line 1: expected a path below",
+        "/secret.png cat": "line 1: expected a path below",
+        "x2.png": "line 1: expected a path below",
+    }.items():
+        (tmp_path / "val.txt").write_text(line)
+        with pytest.raises(ValueError, match=message):
+            open_source(tmp_path, "val")
+    (tmp_path / "val.txt").write_text("\n")
+    with pytest.raises(ValueError, match=rf"no images in {tmp_path}/val.txt"):
+        open_source(tmp_path, "val")
+
+
+def test_nothing_to_read_is_named(tmp_path, write_images):
+    with pytest.raises(
+        FileNotFoundError, match="no data at '/nowhere': expected a folder, digits, wds/FOLDER"
+    ):
+        open_source("/nowhere")
+    with pytest.raises(ValueError, match="unknown split 'dev'; expected one of train, val, test, all"):
+        open_source(tmp_path, "dev")
+    for labelled in (True, False):
+        with pytest.raises(ValueError, match=f"no images in {tmp_path}"):
+            open_source(tmp_path, labelled=labelled)
+    write_images(tmp_path, "val/cat/0.png")
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no train split"):
+        open_source(tmp_path)
+
+
+# ---------------------------------------------------------------------- digits
+
+
+def test_digits_are_split_once_and_in_proportion():
+    train, val = open_source(), open_source("digits", "val")
+    assert (len(train), len(val), train.classes) == (1437, 360, tuple("0123456789"))
+    names = [source.describe(i) for source in (train, val) for i in range(len(source))]
+    assert len(set(names)) == len(open_source("digits", "all")) == 1797
+    image, target = val.read(5)
+    assert (image.mode, image.size) == ("RGB", (8, 8))
+    assert 0 <= target < 10
+    assert max(np.asarray(train.read(i).image).max() for i in range(5)) == 255
+    assert min(np.bincount([val.read(i).target for i in range(360)])) >= 34
+
+
+# ---------------------------------------------------------------------- shards
+
+
+def write_shard(path, samples):
+    """A tar file of {name: bytes}."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in samples.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+@pytest.fixture
+def shards(tmp_path, folder):
+    whole = {split: open_source(folder, split) for split in ("train", "val")}
+    for split, source in whole.items():
+        for number in range(len(source)):
+            with open(source.describe(number), "rb") as file:
+                sample = {
+                    f"n/{number}.png": file.read(),
+                    f"n/{number}.cls": str(source.read(number).target).encode(),
+                    f"n/{number}.json": b"{}",
+                }
+            write_shard(tmp_path / "wds" / f"set-{split}-{number}.tar", sample)
+    return tmp_path / "wds"
+
+
+def test_shards_give_the_samples_that_went_in(folder, shards):
+    for split in ("train", "val"):
+        source, original = open_source(f"wds/{shards}", split), open_source(folder, split)
+        assert source.classes == ("0", "1")
+        assert source.describe(1) == f"{shards}/set-{split}-1.tar:n/1"
+        for i in range(3):
+            assert source.read(i).target == original.read(i).target
+            np.testing.assert_array_equal(source.read(i).image, original.read(i).image)
+    assert len(open_source(f"wds/{shards}", "all")) == 6
+    assert open_source(f"wds/{shards}", labelled=False).read(0).target == -1
+    (shards / "classes.txt").write_text("ant\ncat\n")
+    assert open_source(f"wds/{shards}").classes == ("ant", "cat")
+
+
+def test_shards_may_be_listed_or_lie_in_folders(shards):
+    (shards / "train").mkdir()
+    (shards / "set-train-0.tar").rename(shards / "train" / "0.tar")
+    assert len(open_source(f"wds/{shards}")) == 1
+    files = [f"../wds/set-val-{i}.tar" for i in range(2)]
+    (shards / "_info.json").write_text(json.dumps({"splits": {"validation": {"filenames": files}}}))
+    assert len(open_source(f"wds/{shards}", "val")) == 2
+    with pytest.raises(
+        ValueError, match=r"_info.json does not list the shards of any of the splits train, training"
+    ):
+        open_source(f"wds/{shards}")
+
+
+def test_broken_shards_are_named(shards, tmp_path):
+    with pytest.raises(FileNotFoundError, match="has no shards of the train split: expected train/"):
+        open_source(f"wds/{tmp_path / 'data'}")
+    shard = shards / "set-train-0.tar"
+    source = open_source(f"wds/{shards}")
+    shard.unlink()
+    with pytest.raises(Unreadable, match=r"set-train-0.tar:n/0: FileNotFoundError"):
+        source.read(0)
+    for samples, message in {
+        "unlabelled": ({"0.png": b""}, "set-train-0.tar:0 has no class, expected a file 0.cls"),
+        "a word": ({"0.cls": b"cat"}, "0.cls must hold the number of a class, got b'cat'"),
+    }.values():
+        write_shard(shard, samples)
+        with pytest.raises(ValueError, match=message):
+            open_source(f"wds/{shards}")
+    shard.write_bytes(b"no tar")
+    with pytest.raises(ValueError, match=r"set-train-0.tar is not a whole, uncompressed tar file"):
+        open_source(f"wds/{shards}")
+    for path in shards.glob("*.tar"):
+        write_shard(path, {"notes.txt": b""})
+    with pytest.raises(ValueError, match="no images in the 3 shards"):
+        open_source(f"wds/{shards}")
+
+
+# ---------------------------------------------------------------------- libraries
+
+
+def test_cifar_through_torchvision(tmp_path, monkeypatch):
+    with pytest.raises(
+        FileNotFoundError, match=f"cannot open torch/cifar10 in {tmp_path}: Dataset not found"
+    ):
+        open_source(f"torch/cifar10@{tmp_path}")
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class {i}" for i in range(10)]}))
+    for number, name in enumerate(["test_batch", *(f"data_batch_{i}" for i in range(1, 6))]):
+        batch = {"data": np.full((2, 3072), number, np.uint8), "labels": [number, 9]}
+        (folder / name).write_bytes(pickle.dumps(batch))
+    # The real files are known by their checksums.
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    train, val = (open_source(f"torch/cifar10@{tmp_path}", split) for split in ("train", "val"))
+    assert (len(train), len(val), val.classes[:2]) == (10, 2, ("class 0", "class 1"))
+    assert [train.read(i).target for i in range(4)] == [1, 9, 2, 9]
+    assert (np.asarray(train.read(2).image) == 2).all()
+    assert train.describe(2) == "torch/cifar10 (train), image 2"
+
+
+def test_inaturalist_through_torchvision(tmp_path, write_images):
+    names = [f"{i:05d}_Animalia_a_b_c_d_e_{i}" for i in range(2)]
+    write_images(tmp_path / "2021_valid", *(f"{name}/{i}.jpg" for name in names for i in range(2)))
+    source = open_source(f"torch/inaturalist@{tmp_path}", "val")
+    assert source.classes == tuple(names)
+    assert sorted(source.read(i).target for i in range(4)) == [0, 0, 1, 1]
+    for path in tmp_path.rglob("*.jpg"):
+        path.write_bytes(b"")
+    with pytest.raises(Unreadable, match=r"torch/inaturalist \(val\), image 0: UnidentifiedImageError"):
+        source.read(0)
+
+
+def test_names_that_libraries_do_not_know(tmp_path):
+    with pytest.raises(ValueError, match="timm knows no torch/nothing"):
+        open_source(f"torch/nothing@{tmp_path}")
+    with pytest.raises(
+        ValueError, match="torch/cifar10 needs the folder with its files: torch/cifar10@FOLDER"
+    ):
+        open_source("torch/cifar10")
+    with pytest.raises(ValueError, match="torch/cifar10 has the splits train, val, test, not 'all'"):
+        open_source(f"torch/cifar10@{tmp_path}", "all")
+
+
+def test_hugging_face_needs_its_library(monkeypatch):
+    monkeypatch.setattr("quickvit.data.sources.libraries.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r'hfds/cifar needs .*pip install "quickvit\[datasets\]"'):
+        open_source("hfds/cifar")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_set_of_hugging_face(folder, monkeypatch, tmp_path):
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    source, original = open_source(f"hfds/{folder}@{tmp_path / 'cache'}", "val"), open_source(folder, "val")
+    assert source.classes == ("ant", "cat")
+    for i in range(3):
+        assert source.read(i).target == original.read(i).target
+        np.testing.assert_array_equal(source.read(i).image, original.read(i).image)
+    with pytest.raises(ValueError, match="none of them is 'test'"):
+        open_source(f"hfds/{folder}", "test")
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def test_a_cache_gives_the_same_samples_without_the_files(folder, tmp_path):
+    broken = folder / "train/cat/0.png"
+    broken.write_bytes(b"")
+    source = open_source(folder)
+    expected = [source.read(i) for i in (0, 2)]
+    cached = cache(source)
+    (folder / "train").rename(tmp_path / "moved")
+    assert (cached.name, cached.classes, len(cached)) == (source.name, source.classes, 3)
+    for i, (image, target) in zip((0, 2), expected, strict=True):
+        np.testing.assert_array_equal(cached.read(i).image, image)
+        assert cached.read(i).target == target
+        assert cached.describe(i) == source.describe(i)
+    with pytest.raises(Unreadable, match=rf"{broken}: UnidentifiedImageError"):
+        cached.read(1)
+
+
+def test_a_cache_has_a_limit(folder):
+    with pytest.raises(ValueError, match=r"the first 2 of the 3 images of .* do not cache them"):
+        cache(open_source(folder), limit=500)
