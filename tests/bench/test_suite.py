@@ -164,14 +164,14 @@ def test_a_gradient_is_that_of_the_named_arguments():
 
 
 def test_a_failing_model_is_a_row(monkeypatch):
-    create = bench_models._create
+    create = bench_models.create_model
 
     def broken(name, *arguments, **options):
         if name == "vit":
             raise torch.cuda.OutOfMemoryError("out of memory")
         return create(name, *arguments, **options)
 
-    monkeypatch.setattr(bench_models, "_create", broken)
+    monkeypatch.setattr(bench_models, "create_model", broken)
     for kind in ("model", "memory"):
         rows = run(kind, replace(SMALL, families=("d8",), views=False)).rows
         assert rows[0].failure == "OutOfMemoryError: out of memory"

@@ -113,19 +113,19 @@ class TestBackbone:
         assert {v.dtype for v in vectors.values()} == {torch.bfloat16}
         for name, value in exact.pooled(images).items():
             torch.testing.assert_close(vectors[name].float(), value, rtol=0.1, atol=0.1)
-        assert short.identity() != exact.identity()
+        assert short.identity != exact.identity
 
     def test_identity_follows_the_weights_and_not_the_head(self):
-        first = backbone().identity()
-        assert backbone().identity() == first
-        assert backbone(seed=1).identity() != first
-        assert backbone(num_heads=4).identity() != first
+        first = backbone().identity
+        assert backbone().identity == first
+        assert backbone(seed=1).identity != first
+        assert backbone(num_heads=4).identity != first
         model = backbone().model
         model.reset_classifier(7)
-        assert Backbone(model, "tiny").identity() == first
+        assert Backbone(model, "tiny").identity == first
         with torch.no_grad():
             model.blocks[-1].mlp.fc1.weight[0, 0] += 1e-3
-        assert Backbone(model, "tiny").identity() != first
+        assert Backbone(model, "tiny").identity != first
 
     @pytest.mark.parametrize(
         "name",

@@ -6,7 +6,7 @@ import torch
 from sklearn.linear_model import LogisticRegression as Oracle
 
 from quickvit.evaluate import logistic
-from quickvit.evaluate.logistic import fit_logistic
+from quickvit.evaluate.logistic import fit_logistic, moments
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def data():
 def test_the_optimum_is_that_of_scikit_learn(data, c, rows, monkeypatch):
     monkeypatch.setattr(logistic, "ROWS", rows)
     features, labels = data
-    fitted = fit_logistic(features, labels, 4, c)
+    fitted = fit_logistic(features, labels, c)
     oracle = Oracle(C=c, tol=1e-10, max_iter=1000, solver="newton-cholesky").fit(features, labels)
     assert fitted.converged
     probabilities = (features @ fitted.weight.T + fitted.bias).softmax(1)
@@ -35,26 +35,40 @@ def test_the_optimum_is_that_of_scikit_learn(data, c, rows, monkeypatch):
 
 def test_short_types_are_fitted_in_float32(data):
     features, labels = data
-    exact = fit_logistic(features.bfloat16().double(), labels, 4)
-    fitted = fit_logistic(features.bfloat16(), labels, 4)
+    exact = fit_logistic(features.bfloat16().double(), labels)
+    fitted = fit_logistic(features.bfloat16(), labels)
     assert fitted.weight.dtype == torch.float32
     np.testing.assert_allclose(fitted.weight, exact.weight, atol=1e-3)
     assert (fitted.predict(features.bfloat16()) == exact.predict(features)).double().mean() > 0.99
 
 
 def test_a_fit_that_was_cut_short_says_so(data):
-    fitted = fit_logistic(*data, 4, 1e4, max_iterations=3)
+    fitted = fit_logistic(*data, 1e4, max_iterations=3)
     assert not fitted.converged
     assert fitted.iterations == 3
 
 
 def test_a_constant_column_and_a_single_class_do_no_harm():
     features = torch.cat([torch.ones(6, 1), torch.arange(6.0)[:, None]], 1)
-    assert (
-        fit_logistic(features, torch.tensor([0, 0, 0, 1, 1, 1]), 2).predict(features).tolist()
-        == [0] * 3 + [1] * 3
-    )
-    assert fit_logistic(features, torch.zeros(6), 1).predict(features).tolist() == [0] * 6
+    halves = torch.tensor([0, 0, 0, 1, 1, 1])
+    assert fit_logistic(features, halves).predict(features).tolist() == halves.tolist()
+    assert fit_logistic(features, torch.full((6,), 4)).predict(features).tolist() == [4] * 6
+
+
+def test_labels_need_not_be_consecutive(data):
+    features, labels = data
+    names = torch.tensor([3, 7, 200, 11])
+    fitted = fit_logistic(features, names[labels])
+    assert fitted.converged
+    assert fitted.labels.tolist() == [3, 7, 11, 200]
+    assert torch.equal(fitted.predict(features), names[fit_logistic(features, labels).predict(features)])
+
+
+def test_moments():
+    x = 5 + torch.randn(50, 3)
+    mean, variance = moments(x.split(7))
+    torch.testing.assert_close(mean, x.double().mean(0))
+    torch.testing.assert_close(variance, x.double().var(0, correction=0))
 
 
 @pytest.mark.parametrize(
@@ -66,6 +80,6 @@ def test_a_constant_column_and_a_single_class_do_no_harm():
     ],
 )
 def test_wrong_arguments_name_the_value(change, message):
-    given = {"features": torch.zeros(3, 2), "labels": torch.zeros(3), "classes": 2, **change}
+    given = {"features": torch.zeros(3, 2), "labels": torch.zeros(3), **change}
     with pytest.raises(ValueError, match=message):
         fit_logistic(**given)

@@ -54,13 +54,13 @@ def bench_models(
 
     With `views`, the invariant families are also compared with a ViT that is averaged over the eight views.
     """
-    names = _names(families)
+    names = competitors(families)
     rows = []
     for shape in shapes:
         peaks: dict[str, int] = {}
 
         def build(name: str, shape: Shape = shape, peaks: dict[str, int] = peaks) -> Job:
-            job = partial(_inference, partial(_create, name, shape, settings), shape, settings)
+            job = partial(_inference, partial(create_model, name, shape, settings), shape, settings)
             # A CUDA graph keeps its memory between calls, where the allocator does not see it used.
             if not settings.cuda or settings.compile == "reduce-overhead":
                 return job()
@@ -105,7 +105,7 @@ def bench_training(
     for shape in shapes:
         crops = [(1, shape)] if recipe == "deit3" else _dinov2_crops(shape)
         cases = []
-        for name in _names(families):
+        for name in competitors(families):
             steps = [
                 step
                 for copies, crop in crops
@@ -130,7 +130,7 @@ def bench_blocks(
         for backward in (False, True):
             storage = (Storage.training if backward else Storage.inference)(settings.dtype)
             cases = []
-            for name in _names(families):
+            for name in competitors(families):
                 group = None if name == BASELINE else FAMILIES[name].group
                 steps = work.block(
                     shape.dims, settings.batch, shape.tokens, storage, group, backward=backward
@@ -158,8 +158,8 @@ def bench_memory(settings: Settings, shapes: Sequence[Shape], families: Sequence
     for shape in shapes:
         peaks: dict[str, int] = {}
         shape_rows = []
-        for name in _names(families):
-            build = partial(_inference, partial(_create, name, shape, settings), shape, settings)
+        for name in competitors(families):
+            build = partial(_inference, partial(create_model, name, shape, settings), shape, settings)
             # The job is dropped at once, so that the next model is alone again.
             peak = attempt(partial(_peak, build, settings))
             release(settings)
@@ -193,26 +193,33 @@ def _forward(module: nn.Module, x: Tensor, settings: Settings) -> Job:
 
 
 def _views(shape: Shape, settings: Settings) -> Job:
-    return _inference(lambda: EightViews(_create(BASELINE, shape, settings)), shape, settings)
+    return _inference(lambda: EightViews(create_model(BASELINE, shape, settings)), shape, settings)
 
 
 def _training(name: str, shape: Shape, crops: Sequence[tuple[int, Shape]], settings: Settings) -> Job:
     # Several sizes of images go through one model, so its positions are resized.
-    model = _create(name, shape, settings, **({"dynamic_img_size": True} if len(crops) > 1 else {})).train()
+    model = create_model(
+        name, shape, settings, **({"dynamic_img_size": True} if len(crops) > 1 else {})
+    ).train()
     batches = [_images(copies * settings.batch, crop, settings) for copies, crop in crops]
     labels = [torch.randint(work.CLASSES, (len(images),), device=settings.device) for images in batches]
-    step = settings.compiled(model)
+    return partial(train_step(model, settings), batches, labels)
 
-    def job() -> None:
+
+def train_step(model: nn.Module, settings: Settings) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
+    """A forward and a backward pass for batches of images and their labels; the gradients are dropped."""
+    compiled = settings.compiled(model)
+
+    def step(batches: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
         settings.begin_step()
         with _autocast(settings):
             losses = [
-                functional.cross_entropy(step(x).float(), y) for x, y in zip(batches, labels, strict=True)
+                functional.cross_entropy(compiled(x).float(), y) for x, y in zip(batches, labels, strict=True)
             ]
         torch.stack(losses).sum().backward()
         model.zero_grad(set_to_none=True)
 
-    return job
+    return step
 
 
 def _block_inference(name: str, shape: Shape, settings: Settings) -> Job:
@@ -243,7 +250,7 @@ def _peak(build: Callable[[], Job], settings: Settings) -> int:
 # ---------------------------------------------------------------------- parts
 
 
-def _names(families: Sequence[str]) -> list[str]:
+def competitors(families: Sequence[str]) -> list[str]:
     """The baseline, then the families."""
     for family in families:
         if family != BASELINE and family not in FAMILIES:
@@ -251,7 +258,7 @@ def _names(families: Sequence[str]) -> list[str]:
     return [BASELINE, *dict.fromkeys(family for family in families if family != BASELINE)]
 
 
-def _create(name: str, shape: Shape, settings: Settings, **options: object) -> nn.Module:
+def create_model(name: str, shape: Shape, settings: Settings, **options: object) -> nn.Module:
     """A model with random weights in float32, made on the device."""
     with torch.device(settings.device):
         return Variant(name, shape.size, shape.patch).create(
@@ -262,7 +269,7 @@ def _create(name: str, shape: Shape, settings: Settings, **options: object) -> n
 def _create_block(name: str, shape: Shape, settings: Settings) -> nn.Module:
     """The first block of a model, octic in all families."""
     octic = {} if name == BASELINE else {"octic_depth": 1}
-    model = _create(name, replace(shape, depth=1), settings, **octic)
+    model = create_model(name, replace(shape, depth=1), settings, **octic)
     block: nn.Module = model.get_submodule("blocks.0")
     return block
 

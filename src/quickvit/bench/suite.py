@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quickvit.bench.feeding import bench_feeding
 from quickvit.bench.layers import bench_gelu, bench_linear, count_flops
 from quickvit.bench.models import RECIPES, bench_blocks, bench_memory, bench_models, bench_training
 from quickvit.bench.operators import bench_operators
@@ -16,6 +17,7 @@ from quickvit.bench.record import surroundings
 from quickvit.bench.table import SPEED, Row
 from quickvit.bench.timing import Settings, measure_ceilings, threads
 from quickvit.bench.work import Ceilings, Shape
+from quickvit.data import cache, open_source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Sizes that the literature uses with patches of 16 pixels; the larger ones have 14.
@@ -38,9 +40,18 @@ class Request:
     dtypes: tuple[str, ...] | None = None
     compile: str | None = None
     recipe: str = RECIPES[0]
+    data: str | None = None
+    workers: int = 0
+    cache: bool = False
     views: bool = True
     threads: int | None = None
     repeats: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.data is None and (self.workers or self.cache):
+            raise ValueError("workers and cache are about data; name it with --data")
+        if self.data is not None and self.recipe != RECIPES[0]:
+            raise ValueError(f"data comes as in {RECIPES[0]}, not as in {self.recipe}; leave one of them out")
 
     @property
     def cuda(self) -> bool:
@@ -88,8 +99,12 @@ def _model(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row
 
 
 def _train(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
-    """Forward and backward passes of whole models; below float32 with autocast."""
+    """Forward and backward passes of whole models; below float32 with autocast. With data, also fed by a loader."""
     families = request.families or ("d8", "h8", "i8")
+    if request.data is not None:
+        source = open_source(request.data)
+        source = cache(source) if request.cache else source
+        return bench_feeding(settings, request.shapes(), families, source, request.workers)
     return bench_training(settings, ceilings, request.shapes(), families, recipe=request.recipe)
 
 

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever reads the output has seen enough; what is still buffered must not complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"quickvit: error: {error}", file=sys.stderr)
         return 2
 

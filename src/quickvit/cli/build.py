@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+import timm
 import torch
+from timm.models import is_model_in_modules
+from torch import Tensor, nn
 
 from quickvit.models import QuickVisionTransformer, ViT, create_model
 from quickvit.models.checkpoints import load_weights, read_checkpoint, restore
+from quickvit.models.zoo import BASELINES, VIT_MODULES
 
+# The file of a run with the trained model.
+RESULT = "model.safetensors"
 # What makes a checkpoint a model of another name.
 ARCHITECTURE = ("family", "embed_dim", "depth", "num_heads", "patch_size")
 
@@ -31,6 +38,63 @@ def build(
         model = create_model(name, **{} if name.startswith("quickvit_") else {"dynamic_img_size": turning})
         if state is not None:
             load_weights(model, state, source=str(checkpoint))
+    return _resized(model, img_size)
+
+
+def load_model(
+    model: str,
+    checkpoint: str | None = None,
+    *,
+    pretrained: bool = False,
+    img_size: tuple[int, int] | None = None,
+) -> nn.Module:
+    """The model of a checkpoint or of the run in a folder; or one of any name, with a checkpoint's or timm's weights.
+
+    Names are those of `create_model` and of all other models of timm.
+    """
+    path = Path(model)
+    if path.exists():
+        if checkpoint is not None or pretrained:
+            raise ValueError(
+                f"{model} has weights already; --checkpoint and --pretrained are for names of models"
+            )
+        file = path / RESULT if path.is_dir() else path
+        state, config = read_checkpoint(file)
+        if config is not None:
+            return _resized(restore(config, state, str(file)), img_size)
+        if not path.is_dir():
+            raise ValueError(
+                f"{file} does not say which model it is; give the name of the model, and the file with --checkpoint"
+            )
+        return _resized(_of_run(path, state), img_size)
+    if len(path.parts) > 1 or path.suffix in (".safetensors", ".pth", ".pt"):
+        raise FileNotFoundError(f"no checkpoint at {path}")
+    foreign = timm.is_model(model) and not (model.startswith("quickvit_") or model in BASELINES)
+    if pretrained and not foreign:
+        raise ValueError(f"--pretrained is for timm's models; {model} has no weights there")
+    if not foreign or (not pretrained and is_model_in_modules(model, VIT_MODULES)):
+        return build(model, checkpoint, img_size=img_size, turning=True)
+    options: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
+    try:
+        found = timm.create_model(model, pretrained=pretrained, **options)
+    except (AssertionError, TypeError) as error:
+        raise ValueError(f"{model} cannot take images of {img_size}: {error}") from error
+    if checkpoint is not None:
+        load_weights(found, read_checkpoint(checkpoint)[0], source=checkpoint)
+    return found
+
+
+def _of_run(folder: Path, state: dict[str, Tensor]) -> ViT:
+    """The model that the configuration of a run describes, with these weights."""
+    from quickvit.cli.train import rebuild  # it imports this module
+
+    model = rebuild(folder).modules["model"]
+    load_weights(model, state, source=str(folder / RESULT))
+    assert isinstance(model, ViT)
+    return model
+
+
+def _resized(model: ViT, img_size: tuple[int, int] | None) -> ViT:
     if img_size is not None:
         patch = (
             model.patch_size if isinstance(model, QuickVisionTransformer) else model.patch_embed.patch_size[0]

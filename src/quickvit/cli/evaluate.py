@@ -1,4 +1,4 @@
-"""`quickvit verify` and `embed`: what a model does with images."""
+"""`quickvit verify`, `embed` and `eval`: what a model does with images."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
+from quickvit.cli import accuracy, protocols, rotation
 from quickvit.cli.build import build, choose_device, parse_size
 from quickvit.cli.command import Command
 from quickvit.cli.output import NOTHING, print_json, print_table
@@ -101,4 +102,28 @@ def _add_embed(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-COMMANDS = {"verify": Command(verify, _add_verify), "embed": Command(embed, _add_embed)}
+def evaluate(arguments: Namespace) -> int:
+    """Measure what a trained model can do."""
+    chosen = arguments[arguments.subcommand]
+    chosen.command_line = arguments.command_line
+    return EVALUATIONS[arguments.subcommand].run(chosen)
+
+
+def _add_evaluations(parser: ArgumentParser) -> None:
+    subcommands = parser.add_subcommands()
+    for name, command in EVALUATIONS.items():
+        inner = ArgumentParser(description=command.run.__doc__)
+        command.add_arguments(inner)
+        subcommands.add_subcommand(name, inner, help=command.run.__doc__)
+
+
+EVALUATIONS: dict[str, Command] = {
+    **accuracy.EVALUATIONS,
+    **rotation.EVALUATIONS,
+    **protocols.EVALUATIONS,
+}
+COMMANDS = {
+    "verify": Command(verify, _add_verify),
+    "embed": Command(embed, _add_embed),
+    "eval": Command(evaluate, _add_evaluations),
+}

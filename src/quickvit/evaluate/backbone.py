@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from hashlib import blake2b
 from inspect import signature
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from timm.data.config import resolve_data_config
 from torch import Tensor, nn
 
+from quickvit.data import EvalTransform
 from quickvit.models import QuickVisionTransformer
 
 # As many last layers as DINOv2's linear probe sees at most.
@@ -17,9 +19,9 @@ LAYERS = 4
 
 
 class Backbone:
-    """A model in evaluation mode on a device; `name` is for messages and, with the weights, for the cache.
+    """A model in evaluation mode on a device.
 
-    dtype: float32, or bfloat16 for autocast; features have this type too.
+    name: for messages. dtype: float32, or bfloat16 for autocast; features have this type too.
     """
 
     def __init__(
@@ -40,6 +42,12 @@ class Backbone:
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
 
     @property
+    def architecture(self) -> str:
+        """timm's name of the architecture, or what kind of model it is."""
+        declared = getattr(self.model, "pretrained_cfg", None) or {}
+        return declared.get("architecture") or type(self.model).__name__
+
+    @property
     def img_size(self) -> tuple[int, int]:
         """Height and width of the images that the model expects."""
         quick = isinstance(self.model, QuickVisionTransformer)
@@ -53,11 +61,17 @@ class Backbone:
         quick = isinstance(self.model, QuickVisionTransformer)
         return depth - max(self.model.octic_depth - 1, 0) if quick else depth
 
-    @property
-    def normalisation(self) -> dict[str, tuple[float, float, float]]:
-        """Mean and standard deviation of the colours, as the model's timm configuration says."""
-        config: dict[str, Any] = resolve_data_config({}, model=self.model)
-        return {key: tuple(config[key]) for key in ("mean", "std")}
+    def transform(self, crop_ratio: float = 1.0, crop_mode: str = "center") -> EvalTransform:
+        """Images at the model's size and in its colours, cut out as a protocol wants it; bicubic, as in DINOv2."""
+        declared = getattr(self.model, "pretrained_cfg", None) or {"mean": None}
+        colours: dict[str, Any] = resolve_data_config(declared, use_test_size=False)
+        return EvalTransform(
+            self.img_size,
+            mean=colours["mean"],
+            std=colours["std"],
+            crop_ratio=crop_ratio,
+            crop_mode=crop_mode,
+        )
 
     def pooled(self, images: Tensor) -> dict[str, Tensor]:
         """Vectors [B, C] of images: class_1 … class_4 of the last layers, last first, and the last one's average.
@@ -77,8 +91,9 @@ class Backbone:
         """The features of the patches [B, H, W, C] of the last layer, as "patches"."""
         return {"patches": self._finish(self._tokens(images, 1)[-1][0].permute(0, 2, 3, 1))}
 
+    @cached_property
     def identity(self) -> dict[str, Any]:
-        """What decides the features besides the images: name, structure and weights without the head, precision."""
+        """What decides the features besides the images: structure and weights without the head, and precision."""
         config = getattr(self.model, "config", {})
         settings = {key: config[key] for key in sorted(config) if key not in ("num_classes", "global_pool")}
         parts = [part for part in self.model.named_children() if not part[0].startswith("head")]
@@ -87,7 +102,7 @@ class Backbone:
             if not key.startswith("head"):
                 digest.update(f"{key} {tuple(tensor.shape)} {tensor.dtype}".encode())
                 digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return {"model": self.name, "weights": digest.hexdigest(), "dtype": str(self.dtype)}
+        return {"model": self.architecture, "weights": digest.hexdigest(), "dtype": str(self.dtype)}
 
     @torch.inference_mode()
     def _tokens(self, images: Tensor, layers: int) -> list[tuple[Tensor, Tensor | None]]:

@@ -16,15 +16,17 @@ from tqdm import tqdm
 from quickvit.data import EvalLoader, Source, Transform
 from quickvit.data.loader import MAX_UNREADABLE
 from quickvit.evaluate.backbone import Backbone
-from quickvit.evaluate.ranks import World
+from quickvit.evaluate.rotation import UPRIGHT, Pose, cut_circle
 from quickvit.evaluate.store import PRESENT, ArrayStore, Rows, Spec, default_cache
+from quickvit.train.distributed import World
 
 # Files whose size and time of change are looked at to see whether a folder is still the same.
 INSPECTED = 10_000
 # The array of the classes, beside the features.
 TARGET = "target"
 
-Compute = Callable[[Tensor], dict[str, Tensor]]
+# Images and their numbers → arrays by name.
+Compute = Callable[[Tensor, Tensor], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class Extraction:
     max_unreadable: float = MAX_UNREADABLE
     progress: bool = False
     world: World = field(default_factory=World)
+
+    @property
+    def root(self) -> Path:
+        """The folder of the cache."""
+        return default_cache() if self.cache is None else self.cache
 
 
 @dataclass(frozen=True)
@@ -75,16 +82,34 @@ def extract(
     extraction: Extraction | None = None,
     *,
     dense: bool = False,
+    pose: Pose = UPRIGHT,
+    circle: bool = False,
 ) -> Features:
     """The features of a source's images: vectors, or with `dense` those of the patches.
+
+    pose: how the images are shown. circle: hide what lies outside of the largest circle.
 
     They are found in the cache, or computed there by all processes of torchrun together; after an interruption or
     damage only what is missing.
     """
     extraction = extraction or Extraction()
     compute = backbone.dense if dense else backbone.pooled
-    store = _open_store(backbone, source, transform, extraction, compute)
-    store.fill(partial(_compute, backbone, source, transform, extraction, compute), extraction.world)
+
+    def show(images: Tensor, indices: Tensor) -> dict[str, Tensor]:
+        return compute(pose.show(cut_circle(images) if circle else images, indices, extraction.seed))
+
+    trial = show(torch.zeros(1, 3, *backbone.img_size, device=backbone.device), torch.arange(1))
+    specs = {name: Spec(tuple(value.shape[1:]), value.dtype) for name, value in trial.items()}
+    key = {
+        **backbone.identity,
+        "source": describe_source(source),
+        "transform": repr(transform),
+        "pose": f"{pose} in a circle" if circle else str(pose),
+        "seed": extraction.seed,
+    }
+    specs[TARGET] = Spec((), torch.int64)
+    store = ArrayStore(extraction.root, backbone.architecture, key, len(source), specs)
+    store.fill(partial(_compute, backbone, source, transform, extraction, show), extraction.world)
     arrays = {name: store.read(name) for name in store.specs}
     present, targets = arrays.pop(PRESENT).bool(), arrays.pop(TARGET)
     indices = present.nonzero().flatten()
@@ -109,21 +134,6 @@ def describe_source(source: Source) -> str:
     return digest.hexdigest()
 
 
-def _open_store(
-    backbone: Backbone, source: Source, transform: Transform, extraction: Extraction, compute: Compute
-) -> ArrayStore:
-    trial = compute(torch.zeros(1, 3, *backbone.img_size, device=backbone.device))
-    specs = {name: Spec(tuple(value.shape[1:]), value.dtype) for name, value in trial.items()}
-    key = {
-        **backbone.identity(),
-        "source": describe_source(source),
-        "transform": repr(transform),
-        "seed": extraction.seed,
-    }
-    root = default_cache() if extraction.cache is None else extraction.cache
-    return ArrayStore(root, backbone.name, key, len(source), {**specs, TARGET: Spec((), torch.int64)})
-
-
 def _compute(
     backbone: Backbone,
     source: Source,
@@ -146,7 +156,7 @@ def _compute(
     shown = extraction.progress and extraction.world.main
     with tqdm(total=len(indices), desc=f"features of {source.name}", unit="image", disable=not shown) as bar:
         for batch in loader:
-            features = compute(batch.images)
+            features = compute(batch.images, batch.indices)
             rows = batch.indices.tolist()
             for values in features.values():
                 if not values.isfinite().all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ HISTORY = 20
 
 @dataclass(frozen=True)
 class LogisticRegression:
-    """A linear classifier: weight [classes, D], bias [classes], and how its fit ended.
+    """A linear classifier: weight [K, D], bias [K], the labels [K] that it tells apart, and how its fit ended.
 
     converged: whether the gradient fell below the tolerance, or no step made progress any more, before the
     iterations were used up.
@@ -23,22 +24,22 @@ class LogisticRegression:
 
     weight: Tensor
     bias: Tensor
+    labels: Tensor
     iterations: int
     converged: bool
 
     @torch.inference_mode()
     def predict(self, features: Tensor) -> Tensor:
         """The label [n] of each row of features [n, D], on the device of the classifier."""
-        pieces = features.split(ROWS)
-        return torch.cat(
-            [(_rows(piece, self.weight) @ self.weight.T + self.bias).argmax(1) for piece in pieces]
-        )
+        best = [
+            (piece.to(self.weight) @ self.weight.T + self.bias).argmax(1) for piece in features.split(ROWS)
+        ]
+        return self.labels[torch.cat(best)]
 
 
 def fit_logistic(
     features: Tensor,
     labels: Tensor,
-    classes: int,
     c: float = 1.0,
     *,
     max_iterations: int = 1000,
@@ -60,9 +61,12 @@ def fit_logistic(
     dtype = torch.promote_types(features.dtype, torch.float32)
     if tolerance is None:
         tolerance = torch.finfo(dtype).eps ** 0.75
+    # A class without samples would have no minimum: its bias could always be lower.
+    known, labels = labels.to(features.device).unique(return_inverse=True)
+    classes = len(known)
     number, width = features.shape
     decay = 1 / (c * number)
-    mean, variance = _moments(features)
+    mean, variance = moments(features.split(ROWS))
     # In coordinates in which the Hessian has about ones on its diagonal L-BFGS needs far fewer steps. The free
     # bias absorbs the mean of the features.
     curvature = (1 - 1 / classes) / classes or 1.0
@@ -70,7 +74,6 @@ def fit_logistic(
     bias_scale, mean = curvature**-0.5, mean.to(dtype)
     scaled_weight = nn.Parameter(torch.zeros(classes, width, dtype=dtype, device=features.device))
     scaled_bias = nn.Parameter(torch.zeros(classes, dtype=dtype, device=features.device))
-    labels = labels.to(features.device).long()
     optimizer = torch.optim.LBFGS(
         [scaled_weight, scaled_bias],
         max_iter=max_iterations,
@@ -88,7 +91,7 @@ def fit_logistic(
         loss = weight.square().sum() * decay / 2
         weight_grad, bias_grad = weight * decay, torch.zeros_like(bias)
         for rows, targets in zip(features.split(ROWS), labels.split(ROWS), strict=True):
-            x = _rows(rows, weight) - mean
+            x = rows.to(weight) - mean
             log_likelihood = (x @ weight.T + bias).log_softmax(1)
             loss -= log_likelihood.gather(1, targets[:, None]).sum() / number
             residual = log_likelihood.exp_()
@@ -102,16 +105,15 @@ def fit_logistic(
     iterations = optimizer.state[scaled_weight]["n_iter"]
     weight = scaled_weight.detach() * scale
     bias = scaled_bias.detach() * bias_scale - weight @ mean
-    return LogisticRegression(weight, bias, iterations, iterations < max_iterations)
+    return LogisticRegression(weight, bias, known, iterations, iterations < max_iterations)
 
 
-def _rows(rows: Tensor, like: Tensor) -> Tensor:
-    return rows.to(like.device, like.dtype)
-
-
-def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each column, in double precision."""
-    pieces = features.split(ROWS)
-    mean = torch.stack([piece.sum(0, dtype=torch.float64) for piece in pieces]).sum(0) / len(features)
-    squares = torch.stack([(piece.double() - mean).square().sum(0) for piece in pieces]).sum(0)
-    return mean, squares / len(features)
+def moments(pieces: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each column of a matrix that comes in pieces, in double precision."""
+    number, total, squares = 0, torch.zeros(()), torch.zeros(())
+    for piece in pieces:
+        wide = piece.double()
+        number += len(piece)
+        total, squares = total.to(wide) + wide.sum(0), squares.to(wide) + wide.square().sum(0)
+    mean = total / number
+    return mean, (squares / number - mean.square()).clamp(min=0)

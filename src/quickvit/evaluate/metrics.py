@@ -6,6 +6,7 @@ over parts of a dataset and over processes.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -37,11 +38,16 @@ def weighted_f1(confusion: Tensor) -> float:
     return ((f1 * support).sum() / support.sum()).item()
 
 
-def mean_iou(confusion: Tensor) -> float:
-    """hits / (samples + predictions − hits), averaged over the labels that occur or were predicted."""
+def iou(confusion: Tensor) -> Tensor:
+    """hits / (samples + predictions − hits) of each label; NaN if it neither occurs nor was predicted."""
     hits = confusion.diagonal()
     union = confusion.sum(0) + confusion.sum(1) - hits
-    return _ratio(hits, union)[union > 0].mean().item()
+    return _ratio(hits, union).where(union > 0, torch.nan)
+
+
+def mean_iou(confusion: Tensor) -> float:
+    """The mean over the labels that occur or were predicted of their IoU."""
+    return iou(confusion).nanmean().item()
 
 
 def _ratio(part: Tensor, whole: Tensor) -> Tensor:

@@ -1,6 +1,10 @@
-"""Holding out a part of the training data, on which hyper-parameters are chosen."""
+"""Choosing hyper-parameters on a part of the training data that is held out."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +13,19 @@ from quickvit.data import derived_seed
 
 # As in DINOv2 and CAPI.
 FRACTION = 0.1
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Hyper-parameters by name, and their score on what was held out."""
+
+    choice: dict[str, Any]
+    score: float
+
+
+def best(trials: Sequence[Trial]) -> dict[str, Any]:
+    """The choice with the highest score, the first of several."""
+    return max(trials, key=lambda trial: trial.score).choice
 
 
 def hold_out(targets: Tensor, fraction: float = FRACTION, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quickvit.evaluate.ranks import World
+from quickvit.train.distributed import World
 
 # Rows that are kept or redone together.
 CHUNK = 512

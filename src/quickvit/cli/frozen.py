@@ -1,0 +1,206 @@
+"""From the words of a command line to what was learned from a model's frozen features."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from jsonargparse import ArgumentParser, Namespace
+
+from quickvit.cli.arguments import PRECISIONS, add_evaluation
+from quickvit.cli.build import choose_device, load_model, parse_size
+from quickvit.data import EvalTransform, Source
+from quickvit.data.listed import open_listed
+from quickvit.data.segmentation import SegmentationSource, open_segmentation
+from quickvit.evaluate.backbone import Backbone
+from quickvit.evaluate.classification import (
+    Classifier,
+    Splits,
+    fit_hematology,
+    fit_knn,
+    fit_linear,
+    fit_logistic_grid,
+    open_splits,
+    require_known_classes,
+)
+from quickvit.evaluate.extract import Extraction, Features, extract
+from quickvit.evaluate.knn import NEIGHBOURS
+from quickvit.evaluate.linear import LEARNING_RATES, ProbeTraining
+from quickvit.evaluate.rotation import UPRIGHT, Pose
+from quickvit.evaluate.segmentation import (
+    SegmentationData,
+    Segmenter,
+    fit_segmentation,
+    load_segmentation,
+    squeezed,
+)
+from quickvit.train.distributed import World, connected
+
+Fitted = TypeVar("Fitted")
+Data = TypeVar("Data")
+
+CLASSIFICATION = ("knn", "linear", "hematology")
+SOLVERS = ("sgd", "lbfgs")
+# DINOv2 resizes the shorter side to 256 for a crop of 224; DinoBloom squeezes whole cells into the square.
+CROPS: dict[str, dict[str, Any]] = {
+    "knn": {"crop_ratio": 224 / 256},
+    "linear": {"crop_ratio": 224 / 256},
+    "hematology": {"crop_mode": "squash"},
+}
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A backbone, and how its features are computed and kept."""
+
+    backbone: Backbone
+    how: Extraction
+    circle: bool
+
+    @property
+    def world(self) -> World:
+        """The processes that work together."""
+        return self.how.world
+
+    def about(self, arguments: Namespace) -> dict[str, Any]:
+        """What a result is reported with."""
+        names = ("model", "checkpoint", "pretrained", "data", "circle", "seed")
+        return {
+            **{name: arguments[name] for name in names if name in arguments},
+            "command": arguments.command_line,
+            "img_size": self.backbone.img_size,
+            "dtype": str(self.backbone.dtype).removeprefix("torch."),
+        }
+
+
+class Learned(NamedTuple, Generic[Fitted, Data]):
+    """What was fitted to a training split, its test split in any pose, and how the images of that are prepared."""
+
+    fitted: Fitted
+    load: Callable[[Pose], Data]
+    test: Source
+    transform: EvalTransform
+
+
+@contextmanager
+def freeze(arguments: Namespace) -> Iterator[Frozen]:
+    """The model of a command line, on this process's device."""
+    if arguments.device is not None:
+        choose_device(arguments.device)
+    img_size = None if arguments.img_size is None else parse_size(arguments.img_size)
+    with connected(arguments.device) as world:
+        if not (arguments.pretrained or arguments.checkpoint or Path(arguments.model).exists()):
+            # All processes must have the same.
+            torch.manual_seed(0)
+            if world.main:
+                print("quickvit: no --checkpoint given, the weights are random", file=sys.stderr)
+        model = load_model(
+            arguments.model, arguments.checkpoint, pretrained=arguments.pretrained, img_size=img_size
+        )
+        dtype = arguments.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
+        backbone = Backbone(model, arguments.model, device=world.device, dtype=PRECISIONS[dtype])
+        how = Extraction(
+            cache=None if arguments.cache is None else Path(arguments.cache),
+            batch_size=arguments.batch_size,
+            workers=arguments.workers,
+            seed=arguments.get("seed", 0),
+            progress=True,
+            world=world,
+        )
+        yield Frozen(backbone, how, arguments.get("circle", False))
+
+
+def add_frozen(parser: ArgumentParser, dtype: str | None = None) -> None:
+    """The arguments of `freeze`; `dtype` is the default, None for that of the device."""
+    add_evaluation(parser, dtype)
+    parser.add_argument("--pretrained", action="store_true", help="timm's weights of a model that was named")
+    parser.add_argument("--img-size", help="H or HxW, the model's own by default")
+    parser.add_argument("--cache", help="folder for features; ~/.cache/quickvit/features by default")
+
+
+# ---------------------------------------------------------------------- classification
+
+
+def classify(protocol: str, arguments: Namespace, frozen: Frozen) -> Learned[Classifier, Features]:
+    """A classifier that a protocol has fitted to the data of a command line."""
+    splits = _splits(arguments)
+    transform = frozen.backbone.transform(**CROPS[protocol])
+
+    def load(source: Source, pose: Pose = UPRIGHT) -> Features:
+        return extract(frozen.backbone, source, transform, frozen.how, pose=pose, circle=frozen.circle)
+
+    train, test = load(splits.train), load(splits.test)
+    val = None if splits.val is None else load(splits.val)
+    require_known_classes(train, [test] if val is None else [val, test])
+    common: dict[str, Any] = {"device": frozen.world.device, "world": frozen.world, "progress": True}
+    if protocol == "hematology":
+        classifier: Classifier = fit_hematology(train, **common)
+    elif protocol == "knn":
+        classifier = fit_knn(train, val, ks=arguments.get("neighbours") or NEIGHBOURS, **common)
+    elif arguments.get("solver") == "lbfgs":
+        classifier = fit_logistic_grid(train, val, **common)
+    else:
+        training = ProbeTraining(steps=arguments.get("steps", ProbeTraining.steps))
+        rates = arguments.get("learning_rates") or LEARNING_RATES
+        classifier = fit_linear(train, val, training=training, learning_rates=rates, **common)
+    return Learned(
+        classifier, lambda pose: test if pose == UPRIGHT else load(splits.test, pose), splits.test, transform
+    )
+
+
+def add_classification(parser: ArgumentParser, protocol: str) -> None:
+    """The arguments of `classify`."""
+    parser.add_argument("--split", help="split that is tested: by default test, or val where there is none")
+    for split in ("train", "val", "test"):
+        parser.add_argument(f"--{split}-list", help=f"CSV or text file of the {split} images below --data")
+    if protocol == "knn":
+        parser.add_argument("--neighbours", type=int, nargs="+", help="numbers of neighbours to try")
+    elif protocol == "linear":
+        parser.add_argument("--solver", choices=SOLVERS, default="sgd", help="lbfgs for small sets")
+        parser.add_argument("--steps", type=int, default=ProbeTraining.steps, help="of sgd")
+        parser.add_argument("--learning-rates", type=float, nargs="+", help="of sgd, for a batch of 256")
+
+
+def _splits(arguments: Namespace) -> Splits:
+    """The splits of --data, or those that files list."""
+    train, val, test = (arguments.get(f"{split}_list") for split in ("train", "val", "test"))
+    if not (train or val or test):
+        return open_splits(arguments.data, arguments.get("split"))
+    if not (train and test):
+        raise ValueError("--train-list and --test-list belong together; give both")
+    learned = open_listed(train, arguments.data)
+    chosen = open_listed(val, arguments.data, learned.classes) if val else None
+    return Splits(learned, chosen, open_listed(test, arguments.data, learned.classes))
+
+
+# ---------------------------------------------------------------------- segmentation
+
+
+def segment(arguments: Namespace, frozen: Frozen) -> Learned[Segmenter, SegmentationData]:
+    """A segmenter that was fitted to the data of a command line."""
+    train, test = (
+        open_segmentation(arguments.data, split, ignored=arguments.get("ignore"))
+        for split in ("train", arguments.get("split") or "val")
+    )
+
+    def load(source: SegmentationSource, pose: Pose = UPRIGHT) -> SegmentationData:
+        return load_segmentation(frozen.backbone, source, frozen.how, pose=pose, circle=frozen.circle)
+
+    # Both at the start, so that a mask that is wrong is found before the work.
+    learned, tested = load(train), load(test)
+    world = frozen.world
+    fitted = fit_segmentation(learned, device=world.device, world=world, progress=True)
+    return Learned(
+        fitted, lambda pose: tested if pose == UPRIGHT else load(test, pose), test, squeezed(frozen.backbone)
+    )
+
+
+def add_segmentation(parser: ArgumentParser) -> None:
+    """The arguments of `segment`."""
+    parser.add_argument("--split", help="split that is tested, val by default")
+    parser.add_argument("--ignore", type=int, nargs="+", help="labels to ignore, in place of the data set's")

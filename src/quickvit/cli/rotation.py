@@ -1,0 +1,100 @@
+"""`quickvit eval rotation`: what turned and mirrored images do to a model's answers and features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jsonargparse import ArgumentParser, Namespace
+from torch import Tensor
+
+from quickvit.cli.accuracy import accuracies
+from quickvit.cli.arguments import add_poses
+from quickvit.cli.command import Command
+from quickvit.cli.frozen import CLASSIFICATION, add_frozen, classify, freeze, segment
+from quickvit.cli.output import print_json, print_table
+from quickvit.data import Source, Transform, Unreadable
+from quickvit.evaluate import POSES
+from quickvit.evaluate.poses import PoseScores, classify_in_poses, feature_errors, segment_in_poses
+
+PROTOCOLS = ("accuracy", *CLASSIFICATION, "segmentation")
+# Test images whose features are compared.
+COMPARED = 16
+
+
+def rotation(arguments: Namespace) -> int:
+    """Answers on turned and mirrored images beside those on upright ones: a classifier's, or frozen features'."""
+    if arguments.protocol == "accuracy":
+        arguments.split = arguments.split or "val"
+        return accuracies(arguments, POSES)
+    with freeze(arguments) as frozen:
+        if arguments.protocol == "segmentation":
+            masks = segment(arguments, frozen)
+            rows, test, transform = (
+                segment_in_poses(masks.fitted, masks.load, POSES),
+                masks.test,
+                masks.transform,
+            )
+        else:
+            found = classify(arguments.protocol, arguments, frozen)
+            rows, test, transform = (
+                classify_in_poses(found.fitted, found.load, POSES),
+                found.test,
+                found.transform,
+            )
+        errors: dict[str, dict[str, float]] = {}
+        images = _some_images(test, transform)
+        if frozen.world.main and images.shape[-2] == images.shape[-1]:
+            errors = feature_errors(frozen.backbone, images.to(frozen.world.device))
+    if not frozen.world.main:
+        return 0
+    if arguments.json:
+        table = [
+            {"pose": str(row.pose), "scores": row.scores, "changes": row.changes(rows[0]), "same": row.same}
+            for row in rows
+        ]
+        result = {"protocol": arguments.protocol, "rows": table, "feature_errors": errors}
+        print_json({**frozen.about(arguments), **result})
+        return 0
+    print_table(*_table(rows))
+    if errors:
+        worst = {name: max(by_element.values()) for name, by_element in errors.items()}
+        words = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
+        print(f"\nworst error of the features under the eight elements, relative to their spread: {words}")
+    return 0
+
+
+def _table(rows: Sequence[PoseScores]) -> tuple[list[str], list[list[str]]]:
+    """Per cent of each answer, its change, and the share of images that are labelled as upright."""
+    header, table = ["pose"], [[str(row.pose)] for row in rows]
+    for name in rows[0].scores:
+        header += [f"{name} (%)", "change"]
+        for line, row in zip(table, rows, strict=True):
+            line += [f"{100 * row.scores[name]:.2f}", f"{100 * row.changes(rows[0])[name]:+.2f}"]
+            if row.same is not None:
+                line.append(f"{100 * row.same[name]:.2f}")
+        header += ["same (%)"] if rows[0].same is not None else []
+    return header, table
+
+
+def _some_images(source: Source, transform: Transform) -> Tensor:
+    """The first readable images."""
+    images: list[Tensor] = []
+    for index in range(len(source)):
+        try:
+            images.append(transform(source.read(index).image, 0))
+        except Unreadable:
+            continue
+        if len(images) == COMPARED:
+            break
+    return torch.stack(images)
+
+
+def _add_rotation(parser: ArgumentParser) -> None:
+    add_frozen(parser, dtype="float32")
+    add_poses(parser)
+    parser.add_argument("--protocol", choices=PROTOCOLS, default=PROTOCOLS[0], help="what is asked")
+    parser.add_argument("--split", help="split that is tested")
+
+
+EVALUATIONS: dict[str, Command] = {"rotation": Command(rotation, _add_rotation)}

@@ -1,0 +1,127 @@
+"""Accuracy of a classifier, in one pose or in several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from quickvit.data import Batch, EvalLoader, PixelTransform, Source
+from quickvit.data.sources.base import UNLABELLED
+from quickvit.evaluate.rotation import UPRIGHT, Pose, cut_circle
+from quickvit.train.distributed import World
+
+# The k of the second accuracy.
+SEVERAL = 5
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The shares of images whose class is the model's first answer, and among its first five.
+
+    top5 is None where there are no more than five classes.
+    """
+
+    pose: Pose
+    top1: float
+    top5: float | None
+
+
+@dataclass(frozen=True)
+class AccuracyReport:
+    """Accuracies over the same images; those that could not be read count nowhere."""
+
+    rows: tuple[Accuracy, ...]
+    images: int
+    unreadable: tuple[tuple[str, str], ...]
+
+
+@torch.inference_mode()
+def measure_accuracy(
+    model: nn.Module,
+    source: Source,
+    transform: PixelTransform,
+    poses: Sequence[Pose] = (UPRIGHT,),
+    *,
+    world: World | None = None,
+    batch_size: int = 64,
+    workers: int = 0,
+    dtype: torch.dtype = torch.float32,
+    circle: bool = False,
+    seed: int = 0,
+    progress: bool = False,
+) -> AccuracyReport:
+    """The accuracies of a model, wherever it is, over all ranks together; every image is read once and counts once.
+
+    dtype: bfloat16 for autocast. circle: hide what lies outside of the largest circle. seed: of random poses.
+    """
+    if not source.classes:
+        raise ValueError(f"{source.name} has no classes to be right about")
+    world = world or World()
+    device = next(model.parameters()).device
+    loader = EvalLoader(
+        source,
+        transform,
+        batch_size=batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        workers=workers,
+        device=device,
+    )
+    # For each pose the right first answers, the right ones among five, and answers that are no numbers.
+    counts = torch.zeros(len(poses), 3, dtype=torch.int64, device=device)
+    images = 0
+    # For a rank that has none left: a model whose weights are spread over the ranks needs them all in every pass.
+    idle = Batch(torch.zeros(1, 3, *transform.size), torch.tensor([UNLABELLED]), torch.tensor([0]))
+    idle = Batch(*(tensor.to(device) for tensor in idle))
+    training = model.training
+    model.eval()
+    try:
+        quiet = not (progress and world.main)
+        for batch in world.together(tqdm(loader, f"accuracy on {source.name}", unit="batch", disable=quiet)):
+            images += 0 if batch is None else len(batch.images)
+            shown, targets, indices = batch or idle
+            shown = cut_circle(shown) if circle else shown
+            for row, pose in zip(counts, poses, strict=True):
+                with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                    logits = model(pose.show(shown, indices, seed))
+                row += _count(logits, targets, len(source.classes))
+    finally:
+        model.train(training)
+    parts = world.gather((counts.tolist(), images, loader.unreadable))
+    return _report(parts, poses, source)
+
+
+def _count(logits: Tensor, targets: Tensor, classes: int) -> Tensor:
+    if logits.ndim != 2 or logits.shape[1] != classes:
+        raise ValueError(
+            f"the model's outputs are {tuple(logits.shape[1:])}, expected one for each of the {classes} classes "
+            "of the data"
+        )
+    first = (logits.argmax(1) == targets).sum()
+    among = (logits.topk(min(SEVERAL, classes)).indices == targets[:, None]).any(1).sum()
+    return torch.stack([first, among, (~logits.isfinite()).any(1).sum()])
+
+
+def _report(
+    parts: Sequence[tuple[list[list[int]], int, list[tuple[str, str]]]], poses: Sequence[Pose], source: Source
+) -> AccuracyReport:
+    """The sum of what the ranks counted."""
+    counts = torch.tensor([part[0] for part in parts]).sum(0).tolist()
+    images = sum(part[1] for part in parts)
+    unreadable = [entry for part in parts for entry in part[2]]
+    if not images:
+        raise ValueError(f"none of the {len(source)} images of {source.name} can be read")
+    if wrong := max(row[2] for row in counts):
+        raise ValueError(
+            f"the model's outputs are not finite for {wrong} of the {images} images of {source.name}"
+        )
+    several = len(source.classes) > SEVERAL
+    rows = [
+        Accuracy(pose, first / images, among / images if several else None)
+        for pose, (first, among, _) in zip(poses, counts, strict=True)
+    ]
+    return AccuracyReport(tuple(rows), images, tuple(unreadable))

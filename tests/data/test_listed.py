@@ -1,0 +1,89 @@
+"""Splits that are listed in files."""
+
+import pytest
+from PIL import Image
+
+from quickvit.data.listed import open_listed
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("blood/eosinophil/1.png", "blood/monocyte/2.png", "blood/monocyte/with space.png"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(path)
+    return tmp_path
+
+
+def listing(folder, name, text):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def read(source):
+    return [
+        (source.describe(i).rsplit("/", 1)[1], source.classes[source.read(i).target])
+        for i in range(len(source))
+    ]
+
+
+EXPECTED = [("with space.png", "MON"), ("1.png", "EOS")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("train.csv", "Image Path,Label\nblood/monocyte/with space.png,MON\nblood/eosinophil/1.png,EOS\n"),
+        (
+            "train.CSV",
+            "\ufefflabel,fold, path\nMON,1,blood/monocyte/with space.png\nEOS,2,blood/eosinophil/1.png\n",
+        ),
+        ("train.txt", "blood/monocyte/with space.png MON\n\nblood/eosinophil/1.png\tEOS\n"),
+    ],
+)
+def test_paths_and_classes(folder, name, text):
+    source = open_listed(listing(folder, name, text), folder)
+    assert source.classes == ("EOS", "MON")
+    assert read(source) == EXPECTED
+    assert source.targets.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("train.csv", "file\nblood/monocyte/with space.png\nblood/eosinophil/1.png\n"),
+        ("train.txt", "blood/monocyte/with space.png\nblood/eosinophil/1.png\n"),
+    ],
+)
+def test_the_folder_is_the_class_where_none_is_given(folder, name, text):
+    source = open_listed(listing(folder, name, text), folder)
+    assert read(source) == [("with space.png", "monocyte"), ("1.png", "eosinophil")]
+
+
+def test_a_test_split_follows_the_classes_of_training(folder):
+    train = open_listed(
+        listing(folder, "train.txt", "blood/eosinophil/1.png Z\nblood/monocyte/2.png A\n"), folder
+    )
+    test = open_listed(listing(folder, "test.txt", "blood/eosinophil/1.png Z\n"), folder, train.classes)
+    assert test.targets.tolist() == [1]
+    with pytest.raises(
+        ValueError, match=r"test\.txt, line 1: blood/monocyte/2\.png is of the class 'B', of which"
+    ):
+        open_listed(listing(folder, "test.txt", "blood/monocyte/2.png B\n"), folder, train.classes)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "", "has no column of paths: expected one of image path"),
+        ("a.csv", "name,label\nx,y\n", "got name, label"),
+        ("a.txt", "\n", "lists no images"),
+        ("a.csv", "path,label\n../secret.png,A\n", r"line 2: expected a path below"),
+        ("a.txt", "/etc/passwd A\n", r"line 1: expected a path below"),
+        ("a.txt", "blood/none.png A\n", r"line 1: no file .*none\.png"),
+    ],
+)
+def test_wrong_lists_are_named(folder, name, text, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        open_listed(listing(folder, name, text), folder)
