@@ -2,8 +2,11 @@
 
 import json
 import math
+import re
+import shlex
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -107,6 +110,20 @@ def test_yaml_and_overrides(run, seen, tmp_path):
     assert config.invariant == "polynomial"
     assert config.epochs is None
     assert command.endswith("--run.compile=reduce-overhead")
+
+
+def test_the_commands_of_the_training_page_are_understood(run, seen, tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "training.md"
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text("model: quickvit_h8_tiny_patch16_224\ndata: digits\nout: run\n")
+    monkeypatch.setattr(slurm, "submit", lambda work, config, folder: work() and SimpleNamespace(job_id="1"))
+    commands = "".join(re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)).splitlines()
+    for command in commands:
+        _, _, arguments = command.partition("quickvit ")
+        code, _, err = run(*shlex.split(arguments))
+        assert code in (0, 75), err
+    assert len(commands) == len(seen) == 10
+    assert [config.octic_depth for config, _ in seen].count(4) == 1
 
 
 def test_a_stopped_run_has_its_own_exit_code(run, small, seen):
