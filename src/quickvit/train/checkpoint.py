@@ -11,6 +11,7 @@ there too. So a folder with the final name is complete, whenever the process was
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -281,6 +282,10 @@ def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems on networks cannot do this for folders, and need not.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,6 +15,8 @@ from typing import Any, TextIO
 
 from torch.profiler import profile
 from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 EVALUATION = "eval/"
@@ -48,6 +52,8 @@ class Journal:
                 desc=self.label,
                 unit="img",
                 unit_scale=True,
+                # A file is no terminal, and would be filled by what overwrites itself there.
+                mininterval=0.1 if sys.stderr.isatty() else 10.0,
                 disable=self.label is None,
             )
         )
@@ -162,8 +168,12 @@ def _keep_until(folder: Path, step: int) -> None:
 
 
 def _write_line(file: TextIO, row: Mapping[str, Any]) -> None:
-    file.write(json.dumps(row) + "\n")
-    file.flush()
+    try:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+    except OSError as error:
+        # A full disk must not end a run for a line of metrics.
+        logger.warning("cannot write metrics of step %d: %s", row["step"], error)
 
 
 def _missing(name: str, extra: str) -> ModuleNotFoundError:

@@ -150,7 +150,7 @@ class Trainer:
             if gradients:
                 metrics[f"grad_norm/{name}"] = clip_(gradients, recipe.clip)
         # One agreement of all ranks: is this update sound, shall we stop, is a checkpoint still being written?
-        finite = torch.isfinite(torch.stack([value.double() for value in metrics.values()])).all()
+        finite = self._stack(metrics).isfinite().all()
         writing = self.store is not None and self.store.writing
         bad, stopped, writing = self.world.any(~finite, bool(stop), writing)
         if bad:
@@ -272,10 +272,12 @@ class Trainer:
         for module in self.recipe.modules.values():
             module.train(training and trained(module))
 
+    def _stack(self, metrics: dict[str, Tensor]) -> Tensor:
+        return torch.stack([value.to(self.world.device, torch.float64) for value in metrics.values()])
+
     def _numbers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         """Metrics averaged over the ranks, as numbers."""
-        values = torch.stack([value.to(self.world.device, torch.float64) for value in metrics.values()])
-        means = self.world.sum(values) / self.world.size
+        means = self.world.sum(self._stack(metrics)) / self.world.size
         return dict(zip(metrics, means.tolist(), strict=True))
 
     @contextmanager
