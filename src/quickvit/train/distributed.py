@@ -116,8 +116,7 @@ def spread(
         return module
     module.to(world.device)
     if world.size > 1 and trained(module):
-        # No model here has buffers that change in training, so there are none to keep equal.
-        module = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+        module = DistributedDataParallel(module, gradient_as_bucket_view=True)
     if compile != "none":
         module.compile(**options)
     return module
