@@ -86,15 +86,20 @@ def finished(process: ForkServerProcess, chosen: Deit3Config) -> int:
 
 def run_ranks(chosen: Deit3Config, size: int) -> None:
     """Train in several processes together."""
+    for process in start_ranks(chosen, size):
+        process.join(120)
+        assert finished(process, chosen) == 0
+
+
+def start_ranks(chosen: Deit3Config, size: int) -> list[ForkServerProcess]:
+    """Begin to train in several processes together."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     group = [processes.Process(target=rank_work, args=(chosen, r, size, port)) for r in range(size)]
     for process in group:
         process.start()
-    for process in group:
-        process.join(120)
-        assert finished(process, chosen) == 0
+    return group
 
 
 def rank_work(chosen: Deit3Config, rank: int, size: int, port: int) -> None:

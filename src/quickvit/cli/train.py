@@ -43,8 +43,6 @@ def train(arguments: Namespace) -> int:
             print(f"submitted {job.job_id}, logs in {config.out / 'slurm'}")
             return 0
         outcome = RECIPES[name].train(config, arguments.command_line)
-    except ModuleNotFoundError as error:
-        raise ValueError(error.msg) from error
     except NonFinite as error:
         print(f"quickvit: {error}", file=sys.stderr)
         return 1
@@ -58,6 +56,8 @@ def _replay(arguments: Namespace) -> int:
 
     folder = Path(arguments.capture)
     about = read_capture(folder)
+    if about.get("recipe") not in RECIPES:
+        raise ValueError(f"{folder} is of a recipe that this version does not know: {about.get('recipe')!r}")
     settings = {**about["settings"], "data": "", "out": str(folder)}
     result = replay(
         _rebuild(RECIPES[about["recipe"]], settings),

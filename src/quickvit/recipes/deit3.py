@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,6 @@ from torch.optim import Optimizer
 
 from quickvit.data import (
     Batch,
-    EvalLoader,
     Mixing,
     TrainLoader,
     declare_preprocessing,
@@ -26,8 +26,9 @@ from quickvit.data import (
     eval_transform,
     open_source,
 )
+from quickvit.evaluate.accuracy import measure_accuracy
 from quickvit.recipes.config import as_plain, given, row
-from quickvit.recipes.model import build, create, save_model
+from quickvit.recipes.model import ModelArguments, build, create, save_model, with_positions
 from quickvit.recipes.run import carry_out
 from quickvit.train import (
     Outcome,
@@ -45,6 +46,8 @@ from quickvit.train import (
 from quickvit.train.optimizers import OptimizerName
 
 MODEL = "model.safetensors"
+# Training, evaluation and the number of classes read the same source, and listing a large folder takes its time.
+_open_source = lru_cache(open_source)
 # Width from which on a row holds: learning rate, weight decay, stochastic depth, images that share a draw of mixing.
 # ViT-L and ViT-H: Quick ViTs, table of hyperparameters. ViT-S and ViT-B: DeiT III's commands. Nobody publishes
 # ViT-Ti; it has the values of ViT-S without stochastic depth. Mixing is drawn once per GPU there.
@@ -103,7 +106,7 @@ class Deit3Config:
     """free for the paper's ablation without symmetry in the patch embedding (h8 and h2)."""
     layer_scale: float = 1e-4
     """Initial layer scale (DeiT III)."""
-    model_args: dict[str, int | float | str | bool | None] | None = None
+    model_args: ModelArguments | None = None
     """Further arguments of the model, for example {"depth": 6}."""
     epochs: int | None = None
     """400 (Quick ViTs), 20 for fine-tuning (DeiT III)."""
@@ -172,7 +175,7 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
     if config.finetune is not None:
         defaults |= {**FINETUNING, "drop_path": row(FINETUNING_DROP_PATH, width)}
     known = {name: value for name in defaults if (value := getattr(config, name)) is not None}
-    source = open_source(config.data, "train")
+    source = _open_source(config.data, "train")
     batch_size = {**defaults, **known}["batch_size"]
     steps = config.steps_per_epoch or len(source) // batch_size
     if not steps:
@@ -185,6 +188,7 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
     resolved = {
         **defaults,
         **known,
+        "model_args": with_positions(config, config.finetune),
         "classes": config.classes or len(source.classes),
         "steps_per_epoch": steps,
         "precision": precision,
@@ -213,7 +217,8 @@ class Deit3(Recipe):
             torch.manual_seed(config.seed)
             drop_path = given(config.drop_path)
             model = build(config, given(config.classes), config.finetune, drop_path=drop_path).to(self.dtype)
-        declare_preprocessing(model, eval_transform(config.img_size, config.crop_ratio))
+        self.transform = eval_transform(config.img_size, config.crop_ratio)
+        declare_preprocessing(model, self.transform)
         self.modules = {"model": model}
         if config.average is not None:
             self.modules["average"] = averaged_copy(model)
@@ -245,7 +250,7 @@ class Deit3(Recipe):
         """Augmented and mixed images with their mixed targets."""
         config = self.config
         loader = TrainLoader(
-            open_source(config.data, "train"),
+            _open_source(config.data, "train"),
             deit3_transform(
                 config.img_size, color_jitter=config.color_jitter, three_augment=config.three_augment
             ),
@@ -282,31 +287,25 @@ class Deit3(Recipe):
         """Top-1 and top-5 accuracy on the validation split, if the data has one."""
         config = self.config
         try:
-            source = open_source(config.data, "val")
+            source = _open_source(config.data, "val")
         except FileNotFoundError:
             return {}
-        loader = EvalLoader(
-            source,
-            eval_transform(config.img_size, config.crop_ratio),
-            batch_size=max(1, self.batch_size // (world.size * config.run.accumulate)),
-            rank=world.rank,
-            world_size=world.size,
-            workers=config.run.workers,
-            device=world.device,
-        )
         numbers: dict[str, float] = {}
-        hits = {name: torch.zeros(3, device=world.device) for name in self.modules}
-        nothing = torch.zeros(1, 3, config.img_size, config.img_size, device=world.device)
-        for batch in world.together(loader):
-            images = nothing if batch is None else batch.images
-            for name, module in self.modules.items():
-                logits = bare(module)(images.to(self.dtype))
-                if batch is not None:
-                    hits[name] += _count_hits(logits, batch.targets)
-        for name, counts in hits.items():
-            top1, top5, total = world.sum(counts).tolist()
+        for name, module in self.modules.items():
+            report = measure_accuracy(
+                bare(module),
+                source,
+                self.transform,
+                world=world,
+                batch_size=max(1, self.batch_size // (world.size * config.run.accumulate)),
+                workers=config.run.workers,
+                dtype=torch.bfloat16 if self.precision == "bf16" else self.dtype,
+            )
             prefix = "" if name == "model" else f"{name}_"
-            numbers |= {f"{prefix}top1": top1 / total, f"{prefix}top5": top5 / total}
+            (accuracy,) = report.rows
+            numbers[f"{prefix}top1"] = accuracy.top1
+            if accuracy.top5 is not None:
+                numbers[f"{prefix}top5"] = accuracy.top5
         return numbers
 
     def export(self, folder: Path, world: World) -> None:
@@ -317,13 +316,3 @@ class Deit3(Recipe):
 def bce_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """DeiT III's loss: the binary cross-entropy of every class, 1 for each that has a part in the image."""
     return functional.binary_cross_entropy_with_logits(logits, (targets > 0).to(logits.dtype))
-
-
-# ---------------------------------------------------------------------- parts
-
-
-def _count_hits(logits: Tensor, targets: Tensor) -> Tensor:
-    """How often the class was the first guess, how often among five, and how many images there were."""
-    guesses = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
-    right = guesses == targets[:, None]
-    return torch.stack([right[:, 0].sum(), right.sum(), torch.tensor(len(targets), device=right.device)])

@@ -26,7 +26,7 @@ DEFAULTS: dict[str, Any] = {**IMAGENET, "steps": 4000, "batch_size": 320, "learn
 
 @dataclass(frozen=True)
 class DinobloomConfig(Dinov2Config):
-    """Configuration of DinoBloom: DINOv2's, from a checkpoint (`finetune`), on folders of cells with weights (`data`).
+    """Configuration of DinoBloom: DINOv2 from a checkpoint (`finetune`) on weighted folders of cells (`data`).
 
     It is evaluated before and after by DinoBloom's protocol, on the train and test split of `labelled`.
     """

@@ -42,7 +42,7 @@ from quickvit.recipes.dino.losses import dino_loss, ibot_loss, koleo_loss
 from quickvit.recipes.dino.progress import collect, scores
 from quickvit.recipes.dino.targets import Centering, Targets
 from quickvit.recipes.dino.watch import agreement, diagnose, feature_std, target_entropy
-from quickvit.recipes.model import build, create, save_model
+from quickvit.recipes.model import ModelArguments, build, create, save_model, with_positions
 from quickvit.recipes.run import carry_out
 from quickvit.train import (
     Outcome,
@@ -130,7 +130,7 @@ class Dinov2Config:
     """free for the paper's ablation without symmetry in the patch embedding (h8 and h2)."""
     layer_scale: float | None = None
     """Initial layer scale: 1e-5 (Quick ViTs)."""
-    model_args: dict[str, int | float | str | bool | None] | None = None
+    model_args: ModelArguments | None = None
     """Further arguments of the model, for example {"depth": 6}."""
     steps: int | None = None
     """Updates: 125,000 (Quick ViTs), 10,000 with the small preset."""
@@ -241,6 +241,7 @@ def resolve(config: C, device: torch.device) -> C:
         frozen_steps=_or(config.frozen_steps, round(FROZEN * steps)),
         group=_or(config.group, math.gcd(GROUP, batch_size)),
         precision=precision,
+        model_args=with_positions(config, config.finetune),
         run=replace(
             config.run, evaluate_every=_or(config.run.evaluate_every, max(1, steps // config.EVALUATIONS))
         ),

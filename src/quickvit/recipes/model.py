@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from quickvit.models import QuickVisionTransformer, ViT, create_model
-from quickvit.models.checkpoints import load_weights, read_checkpoint, save_checkpoint, save_weights
-from quickvit.models.standard import is_standard, standard_config
+from quickvit.models.checkpoints import load_weights, read_checkpoint, restore, save_checkpoint, save_weights
+from quickvit.models.standard import standard_config
 from quickvit.train import World
 
+ModelArguments = dict[str, int | float | str | bool | None]
 # What need not come from a checkpoint: other classes need another head, and not everyone hides patches.
 REPLACEABLE = ("head.weight", "head.bias", "mask_token.weight")
 
@@ -58,7 +59,7 @@ class Architecture(Protocol):
         ...
 
     @property
-    def model_args(self) -> dict[str, Any] | None:
+    def model_args(self) -> ModelArguments | None:
         """Further arguments."""
         ...
 
@@ -68,13 +69,11 @@ def create(
     classes: int,
     *,
     drop_path: float = 0.0,
-    pos_grid: int | None = None,
     crops: bool = False,
 ) -> ViT:
     """A fresh model with stochastic depth of the same rate in all blocks.
 
-    pos_grid: side of the grid on which a Quick ViT learns positions. crops: it takes images of any size, and a Quick
-    ViT hides patches.
+    crops: it takes images of any size, and a Quick ViT hides patches.
     """
     ablation = {
         name: value
@@ -92,8 +91,7 @@ def create(
     if config.patch_size is not None:
         options["patch_size"] = config.patch_size
     if config.model.startswith("quickvit_"):
-        options |= {"drop_path_rate": drop_path, "uniform_drop_path": True, "pos_grid": pos_grid}
-        options |= {"mask_token": crops}
+        options |= {"drop_path_rate": drop_path, "uniform_drop_path": True, "mask_token": crops}
     elif ablation:
         raise ValueError(f"{', '.join(ablation)} is for Quick ViTs, {config.model} is none")
     try:
@@ -111,11 +109,8 @@ def build(config: Architecture, classes: int, checkpoint: Path | None = None, **
     """A model of `create`, fresh or with the weights of a checkpoint, of any resolution and with any head."""
     if checkpoint is None:
         return create(config, classes, **options)
-    state, theirs = read_checkpoint(checkpoint)
-    grid = None
-    if theirs is not None and not is_standard(theirs):
-        grid = theirs.get("pos_grid") or _side(theirs["img_size"]) // theirs["patch_size"]
-    model = create(config, classes, pos_grid=grid, **options)
+    state, _ = read_checkpoint(checkpoint)
+    model = create(config, classes, **options)
     if isinstance(model, VisionTransformer):
         state = checkpoint_filter_fn(state, model, interpolation="bicubic")
     own = model.state_dict()
@@ -126,6 +121,15 @@ def build(config: Architecture, classes: int, checkpoint: Path | None = None, **
             state[name] = own[name]
     load_weights(model, state, source=str(checkpoint))
     return model
+
+
+def with_positions(config: Architecture, checkpoint: Path | None) -> ModelArguments | None:
+    """The model's arguments, with the grid of the positions that the checkpoint of a Quick ViT has learned."""
+    if checkpoint is None or not config.model.startswith("quickvit_"):
+        return config.model_args
+    state, theirs = read_checkpoint(checkpoint)
+    grid = restore(theirs, state, str(checkpoint)).pos_embed.grid_size
+    return {**(config.model_args or {}), "pos_grid": grid}
 
 
 def save_model(model: nn.Module, path: Path, world: World) -> None:
@@ -142,7 +146,3 @@ def save_model(model: nn.Module, path: Path, world: World) -> None:
     else:
         assert isinstance(model, VisionTransformer)
         save_weights(state, path, standard_config(model))
-
-
-def _side(size: int | list[int]) -> int:
-    return size if isinstance(size, int) else max(size)
