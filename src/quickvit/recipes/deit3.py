@@ -27,6 +27,7 @@ from quickvit.data import (
     open_source,
 )
 from quickvit.evaluate.accuracy import measure_accuracy
+from quickvit.models import ViT
 from quickvit.recipes.config import as_plain, given, row
 from quickvit.recipes.model import ModelArguments, build, create, save_model, with_positions
 from quickvit.recipes.run import carry_out
@@ -215,8 +216,7 @@ class Deit3(Recipe):
         self.dtype = torch.float64 if self.precision == "float64" else torch.float32
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            drop_path = given(config.drop_path)
-            model = build(config, given(config.classes), config.finetune, drop_path=drop_path).to(self.dtype)
+            model = build_model(config).to(self.dtype)
         self.transform = eval_transform(config.img_size, config.crop_ratio)
         declare_preprocessing(model, self.transform)
         self.modules = {"model": model}
@@ -316,3 +316,8 @@ class Deit3(Recipe):
 def bce_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """DeiT III's loss: the binary cross-entropy of every class, 1 for each that has a part in the image."""
     return functional.binary_cross_entropy_with_logits(logits, (targets > 0).to(logits.dtype))
+
+
+def build_model(config: Deit3Config) -> ViT:
+    """The model of a resolved configuration, with the weights of the checkpoint that it starts from."""
+    return build(config, given(config.classes), config.finetune, drop_path=given(config.drop_path))

@@ -16,8 +16,7 @@ import torch
 from safetensors import safe_open
 from torch.utils.data._utils import worker as data_worker
 
-from quickvit.recipes import Deit3Config
-from quickvit.recipes.deit3 import train
+from quickvit.recipes import RECIPES, Deit3Config, Dinov2Config
 from quickvit.train import EXIT_REQUEUE, RunConfig, checkpoint, read_metrics
 
 processes = multiprocessing.get_context("forkserver")
@@ -49,7 +48,36 @@ def config(data: Path, out: Path, run: dict[str, Any] | None = None, **changes: 
     return Deit3Config(data=str(data), out=out, **values, run=RunConfig(**carried))
 
 
-def work(chosen: Deit3Config, slow: float = 0.0) -> None:
+def views_config(out: Path, run: dict[str, Any] | None = None, **changes: Any) -> Dinov2Config:
+    """DINOv2 of digits: the same model, three sizes of nothing but what is needed, 40 updates."""
+    values = {
+        "model": "quickvit_h8_tiny_patch16_224",
+        "data": "digits",
+        "img_size": 16,
+        "local_size": 8,
+        "local_views": 2,
+        "patch_size": 4,
+        "model_args": MODEL,
+        "steps": 40,
+        "batch_size": 8,
+        "group": 2,
+        "prototypes": 24,
+        "head_hidden": 16,
+        "head_bottleneck": 8,
+        "drop_path": 0.2,
+        "layer_scale": 0.1,
+        "labelled": None,
+        "snapshots": False,
+        **changes,
+    }
+    carried = {"workers": 0, "log_every": 1, "save_every": 3, "keep": 2, "device": "cpu", **(run or {})}
+    return Dinov2Config(out=out, **values, run=RunConfig(**carried))
+
+
+Config = Deit3Config | Dinov2Config
+
+
+def work(chosen: Config, slow: float = 0.0) -> None:
     """Train, as a process; `slow` makes each flush to the disk take so many seconds more."""
     # What it prints is of no interest, but what goes wrong is.
     os.dup2(os.open(chosen.out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
@@ -60,38 +88,39 @@ def work(chosen: Deit3Config, slow: float = 0.0) -> None:
     flush = checkpoint._flush
     if slow:
         checkpoint._flush = lambda path: (time.sleep(slow), flush(path))
-    raise SystemExit(EXIT_REQUEUE if train(chosen).stopped else 0)
+    train = next(recipe.train for recipe in RECIPES.values() if recipe.config is type(chosen))
+    raise SystemExit(EXIT_REQUEUE if train(chosen, "").stopped else 0)
 
 
-def start(chosen: Deit3Config, slow: float = 0.0) -> ForkServerProcess:
+def start(chosen: Config, slow: float = 0.0) -> ForkServerProcess:
     """Begin to train in a process."""
     process = processes.Process(target=work, args=(chosen, slow))
     process.start()
     return process
 
 
-def run(chosen: Deit3Config) -> int:
+def run(chosen: Config) -> int:
     """Train in a process; its exit code."""
     process = start(chosen)
     process.join(120)
     return finished(process, chosen)
 
 
-def finished(process: ForkServerProcess, chosen: Deit3Config) -> int:
+def finished(process: ForkServerProcess, chosen: Config) -> int:
     """The exit code of a process; what it printed if that is an error."""
     if process.exitcode not in (0, EXIT_REQUEUE, -signal.SIGKILL):
         raise AssertionError(f"{process.exitcode}: {chosen.out.with_suffix('.log').read_text()[-4000:]}")
     return process.exitcode
 
 
-def run_ranks(chosen: Deit3Config, size: int) -> None:
+def run_ranks(chosen: Config, size: int) -> None:
     """Train in several processes together."""
     for process in start_ranks(chosen, size):
         process.join(120)
         assert finished(process, chosen) == 0
 
 
-def start_ranks(chosen: Deit3Config, size: int) -> list[ForkServerProcess]:
+def start_ranks(chosen: Config, size: int) -> list[ForkServerProcess]:
     """Begin to train in several processes together."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -102,7 +131,7 @@ def start_ranks(chosen: Deit3Config, size: int) -> list[ForkServerProcess]:
     return group
 
 
-def rank_work(chosen: Deit3Config, rank: int, size: int, port: int) -> None:
+def rank_work(chosen: Config, rank: int, size: int, port: int) -> None:
     """What torchrun does for a process."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     os.environ.update(zip(names, map(str, (rank, rank, size, "localhost", port)), strict=True))
