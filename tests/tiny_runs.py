@@ -5,6 +5,7 @@ A server that has imported everything once forks them, so that starting one take
 
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import time
@@ -48,30 +49,32 @@ def config(data: Path, out: Path, run: dict[str, Any] | None = None, **changes: 
     return Deit3Config(data=str(data), out=out, **values, run=RunConfig(**carried))
 
 
-def views_config(out: Path, run: dict[str, Any] | None = None, **changes: Any) -> Dinov2Config:
-    """DINOv2 of digits: the same model, three sizes of nothing but what is needed, 40 updates."""
+def views_config(
+    data: Path | str, out: Path, run: dict[str, Any] | None = None, **changes: Any
+) -> Dinov2Config:
+    """DINOv2 with the same model, two global and two local views, and small heads: 10 updates."""
     values = {
         "model": "quickvit_h8_tiny_patch16_224",
-        "data": "digits",
+        "preset": "small",
         "img_size": 16,
         "local_size": 8,
         "local_views": 2,
         "patch_size": 4,
         "model_args": MODEL,
-        "steps": 40,
+        "steps": 10,
         "batch_size": 8,
         "group": 2,
         "prototypes": 24,
-        "head_hidden": 16,
-        "head_bottleneck": 8,
+        "head_hidden": 32,
+        "head_bottleneck": 16,
         "drop_path": 0.2,
         "layer_scale": 0.1,
-        "labelled": None,
+        "crop_ratio": 1.0,
         "snapshots": False,
         **changes,
     }
     carried = {"workers": 0, "log_every": 1, "save_every": 3, "keep": 2, "device": "cpu", **(run or {})}
-    return Dinov2Config(out=out, **values, run=RunConfig(**carried))
+    return Dinov2Config(data=str(data), out=out, **values, run=RunConfig(**carried))
 
 
 Config = Deit3Config | Dinov2Config
@@ -111,6 +114,27 @@ def finished(process: ForkServerProcess, chosen: Config) -> int:
     if process.exitcode not in (0, EXIT_REQUEUE, -signal.SIGKILL):
         raise AssertionError(f"{process.exitcode}: {chosen.out.with_suffix('.log').read_text()[-4000:]}")
     return process.exitcode
+
+
+def wait_for(out: Path, step: int, process: ForkServerProcess) -> None:
+    """Wait until a run has logged so many updates."""
+    while process.is_alive() and last_step(out) < step:
+        time.sleep(0.002)
+
+
+def killed_and_resumed(chosen: Config, total: int, kills: int, seed: int) -> int:
+    """Kill a run at random moments, then let it end; how many of the moments lay within a save."""
+    generator = random.Random(seed)
+    within = 0
+    for step in sorted(generator.sample(range(total), kills)):
+        process = start(chosen, slow=0.01)
+        wait_for(chosen.out, step, process)
+        time.sleep(generator.expovariate(100))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        within += any((chosen.out / "checkpoints").glob(".step-*"))
+    assert run(chosen) == 0
+    return within
 
 
 def run_ranks(chosen: Config, size: int) -> None:

@@ -57,6 +57,7 @@ from quickvit.train import (
     cosine,
     follow,
     parameter_groups,
+    scaled,
     warmup_then_cosine,
 )
 
@@ -320,9 +321,11 @@ class Dinov2(Recipe):
         decay = cosine(config.weight_decay, config.final_weight_decay, self.total_steps)
         student, head = bare(self.modules["student"]), bare(self.modules["student_head"])
         assert isinstance(student, CropEncoder)
-        lifted = {"patch_embed": lambda step: config.patch_embed_rate * lr(step)}
+        # The last norm is a layer of its own; timm counts it to the last block.
+        below = scaled(lr, config.layer_decay)
+        rates = {"norm.": lr, "patch_embed.": scaled(below, config.patch_embed_rate)}
+        groups = parameter_groups(student.vit, below, decay, config.layer_decay, rates)
         frozen = {"prototypes": lambda step: lr(step) if step >= given(config.frozen_steps) else 0.0}
-        groups = parameter_groups(student.vit, lr, decay, config.layer_decay, lifted)
         groups += parameter_groups(head, lr, decay, rates=frozen)
         if student.mask_token is not None:
             # It belongs to the layer of the patch embedding, as a Quick ViT's does.

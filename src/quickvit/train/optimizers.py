@@ -12,7 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 from quickvit.layers import OcticLift, OcticLinear
 from quickvit.train.norms import Parts, local
-from quickvit.train.schedules import Schedule, constant
+from quickvit.train.schedules import Schedule, constant, scaled
 
 OptimizerName = Literal["lamb", "adamw"]
 
@@ -144,8 +144,8 @@ def parameter_groups(
             kinds.setdefault((id(p) in stacks, special.get(id(p))), []).append(p)
         for (stacked, prefix), parameters in kinds.items():
             schedules = {
-                "lr": _scaled(lr if prefix is None else (rates or {})[prefix], group.get("lr_scale", 1.0)),
-                "weight_decay": _scaled(decay, group["weight_decay"]),
+                "lr": scaled(lr if prefix is None else (rates or {})[prefix], group.get("lr_scale", 1.0)),
+                "weight_decay": scaled(decay, group["weight_decay"]),
             }
             initial = {name: schedule(0) for name, schedule in schedules.items()}
             result.append({"params": parameters, "stacked": stacked, "schedules": schedules, **initial})
@@ -157,10 +157,6 @@ def set_schedules(optimizer: Optimizer, step: int) -> None:
     for group in optimizer.param_groups:
         for name, schedule in group["schedules"].items():
             group[name] = schedule(step)
-
-
-def _scaled(schedule: Schedule, factor: float) -> Schedule:
-    return lambda step: factor * schedule(step)
 
 
 def _stacked_parameters(model: nn.Module) -> Iterable[nn.Parameter]:

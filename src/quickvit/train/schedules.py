@@ -13,6 +13,11 @@ def constant(value: float) -> Schedule:
     return lambda step: value  # noqa: ARG005
 
 
+def scaled(schedule: Schedule, factor: float) -> Schedule:
+    """So many times the value of another schedule."""
+    return lambda step: factor * schedule(step)
+
+
 def cosine(start: float, end: float, total: int) -> Schedule:
     """Half a cosine from `start` at step 0 to `end` at step `total`, and `end` from there on."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quickvit.recipes.dino.losses import wide
+from quickvit.recipes.dino.losses import unit
 
 
 class DinoHead(nn.Module):
@@ -51,5 +51,4 @@ class DinoHead(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Compare tokens with the prototypes."""
-        unit = functional.normalize(wide(self.mlp(tokens)), dim=-1)
-        return functional.linear(unit, functional.normalize(self.prototypes, dim=-1))
+        return functional.linear(unit(self.mlp(tokens)), unit(self.prototypes))

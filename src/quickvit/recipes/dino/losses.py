@@ -20,6 +20,11 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def unit(x: Tensor) -> Tensor:
+    """Vectors [..., C] of length 1; those that are too short to have a direction stay short, and gradients finite."""
+    return functional.normalize(wide(x), dim=-1, eps=CLOSEST)
+
+
 def cross_entropy(student: Tensor, targets: Tensor, temperature: float, mass: float = 1.0) -> Tensor:
     """−Σ_k t_k log softmax(s / τ)_k of logits s [..., K], for targets t [..., K] that add up to `mass`."""
     scores = wide(student) / temperature
@@ -60,10 +65,10 @@ def koleo_loss(features: Tensor) -> Tensor:
     Neighbours are sought among the n. Duplicates have no direction to part in, and no gradient.
     """
     with torch.autocast(features.device.type, enabled=False):
-        unit = functional.normalize(wide(features), dim=-1, eps=CLOSEST)
+        points = unit(features)
         with torch.no_grad():
-            cosines = unit @ unit.mT
+            cosines = points @ points.mT
             cosines.diagonal(dim1=-2, dim2=-1).fill_(-torch.inf)
-            nearest = cosines.argmax(-1, keepdim=True).expand_as(unit)
-        squares = (unit - unit.gather(-2, nearest)).square().sum(-1)
+            nearest = cosines.argmax(-1, keepdim=True).expand_as(points)
+        squares = (points - points.gather(-2, nearest)).square().sum(-1)
         return -squares.clamp(min=CLOSEST**2).log().mean() / 2

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from quickvit.recipes.dino.losses import wide
+from quickvit.recipes.dino.losses import unit
 from quickvit.recipes.dino.targets import Centering
 
 # Relative to equal use of the prototypes: at most a handful is left of tens of thousands.
@@ -26,8 +25,7 @@ def feature_std(features: Tensor) -> Tensor:
 
     1 where they point in all directions, 0 where all are the same.
     """
-    unit = functional.normalize(wide(features), dim=-1)
-    return unit.std(0, correction=0).mean() * math.sqrt(unit.shape[-1])
+    return unit(features).std(0, correction=0).mean() * math.sqrt(features.shape[-1])
 
 
 @torch.no_grad()
