@@ -1,5 +1,7 @@
 """DINOv2's recipe: its values, its loss, one process and many, interruptions, odd batches, collapse, checkpoints."""
 
+import json
+import logging
 import math
 from dataclasses import replace
 
@@ -9,9 +11,13 @@ import tiny_runs
 import torch
 from PIL import Image
 
+from quickvit import QuickVisionTransformer, load_checkpoint, save_checkpoint
+from quickvit.cli import main
+from quickvit.models.checkpoints import read_checkpoint
+from quickvit.models.standard import restore_any
 from quickvit.recipes import Dinov2, Dinov2Config
 from quickvit.recipes.dinov2 import HiddenPatches, resolve, train
-from quickvit.train import RunConfig, Trainer, World
+from quickvit.train import RunConfig, Trainer, World, read_metrics
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -325,3 +331,171 @@ def test_killed_and_resumed(images, tmp_path, workers):
     killed = replace(whole, out=tmp_path / "killed")
     tiny_runs.killed_and_resumed(killed, total=30, kills=3, seed=workers)
     tiny_runs.assert_same_run(killed.out, whole.out)
+
+
+# ---------------------------------------------------------------------- odd batches
+
+
+def odd_batch(kind, recipe):
+    batch = first_batch(recipe)
+    if kind == "duplicates":
+        return batch._replace(
+            global_views=batch.global_views[:1].expand_as(batch.global_views).contiguous(),
+            local_views=batch.local_views[:1].expand_as(batch.local_views).contiguous(),
+        )
+    if kind == "constant":
+        return batch._replace(
+            global_views=torch.zeros_like(batch.global_views), local_views=torch.ones_like(batch.local_views)
+        )
+    if kind == "nothing hidden":
+        return batch._replace(masks=torch.zeros_like(batch.masks))
+    return batch
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("centering", ["softmax", "sinkhorn"])
+@pytest.mark.parametrize("kind", ["ordinary", "duplicates", "constant", "nothing hidden"])
+def test_odd_batches_are_finite(config, monkeypatch, kind, centering, precision):
+    recipe = recipe_of(config(centering=centering, warmup_steps=0))
+    enabled = precision != torch.float32
+    monkeypatch.setattr(recipe, "autocast", lambda device: torch.autocast("cpu", precision, enabled=enabled))
+    trainer = Trainer(recipe, recipe.config.run)
+    batch = odd_batch(kind, recipe)
+    for step in range(3):
+        # Numbers that are not finite would raise NonFinite.
+        metrics, _ = trainer.update(step, batch, stop=False)
+        assert all(value.isfinite() for value in metrics.values())
+    assert all(tensor.isfinite().all() for tensor in trainer.state().values())
+    assert (metrics["ibot"] > 0) == (kind != "nothing hidden")
+
+
+def test_without_masks_there_is_no_loss_of_patches(config):
+    recipe = recipe_of(config(mask_probability=0.0))
+    assert recipe.masking.most == 0
+    trainer = Trainer(recipe, RunConfig())
+    metrics, _ = trainer.update(0, first_batch(recipe), stop=False)
+    assert metrics["ibot"] == 0
+    assert metrics["dino"] > 0
+
+
+# ---------------------------------------------------------------------- collapse
+
+
+def test_without_centring_it_collapses_and_says_why(config, caplog):
+    chosen = config(
+        {"log_every": 10, "evaluate_every": 1000},
+        centering="none",
+        steps=60,
+        batch_size=16,
+        learning_rate=2e-2,
+        momentum=0.9,
+    )
+    with caplog.at_level(logging.WARNING, "quickvit.recipes.dinov2"):
+        train(chosen)
+    (message,) = caplog.messages
+    assert "COLLAPSE: all images are assigned to the same prototypes: nothing centres" in message
+    last = read_metrics(chosen.out)[-1]
+    assert last["prototype_entropy"] < 0.1
+    assert last["agreement"] == 1
+
+
+@pytest.mark.parametrize("centering", ["softmax", "sinkhorn"])
+def test_with_centring_it_does_not(config, caplog, centering):
+    with caplog.at_level(logging.WARNING, "quickvit.recipes.dinov2"):
+        train(config({"log_every": 10}, centering=centering, steps=60, batch_size=16, momentum=0.9))
+    assert not caplog.messages
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def test_the_teacher_is_a_plain_checkpoint(config, tmp_path):
+    chosen = config({"evaluate_every": 5}, snapshots=True, model="quickvit_i8_tiny_patch16_224")
+    train(chosen)
+    model = load_checkpoint(chosen.out / "model.safetensors")
+    state = tiny_runs.last_state(chosen.out)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[f"modules.teacher.vit.{name}"])
+    assert model.pretrained_cfg["crop_pct"] == 1.0
+    assert model(torch.zeros(1, 3, 16, 16)).shape == (1, 32)
+    kept = sorted(path.name for path in (chosen.out / "teachers").iterdir())
+    assert kept == [f"step-{step:08d}.safetensors" for step in (0, 5, 10)]
+    first = load_checkpoint(chosen.out / "teachers" / kept[0])
+    fresh = Dinov2(resolve(chosen, CPU)).modules["teacher"].vit
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), fresh.parameters(), strict=True))
+    assert "modules.targets.class_center" in state
+    assert "optimizer.student_head.prototypes.exp_avg" in state
+
+
+def test_a_standard_vit_says_what_it_is(config):
+    chosen = config(model="baseline_tiny_patch16_224")
+    train(chosen)
+    state, about = read_checkpoint(chosen.out / "model.safetensors")
+    assert "mask_token" not in state
+    model = restore_any(about, state, "the checkpoint").eval()
+    teacher = tiny_runs.last_state(chosen.out)
+    image = torch.randn(1, 3, 16, 16)
+    assert torch.equal(model.pos_embed, teacher["modules.teacher.vit.pos_embed"])
+    assert model(image).shape == (1, 32)
+
+
+@pytest.mark.parametrize("model", ["quickvit_h8_tiny_patch16_224", "baseline_tiny_patch16_224"])
+def test_training_goes_on_from_a_backbone_alone(config, tmp_path, model):
+    first = config(model=model)
+    train(first)
+    file = first.out / "model.safetensors"
+    second = replace(first, out=tmp_path / "second", finetune=file, img_size=24, local_size=12)
+    recipe = recipe_of(second)
+    for name in ("student", "teacher"):
+        vit = recipe.modules[name].vit
+        torch.testing.assert_close(
+            vit.blocks[1].mlp.fc1.weight, tiny_runs.tensors(file)["blocks.1.mlp.fc1.weight"]
+        )
+        assert vit.norm.weight is not None
+    assert recipe.masking.grid == (6, 6)
+    train(second)
+    assert (second.out / "model.safetensors").exists()
+    # What is captured of a run is looked at without the checkpoint that it began from.
+    again = Dinov2.rebuild(resolve(second, CPU))
+    assert again.modules["student"].state_dict().keys() == recipe.modules["student"].state_dict().keys()
+
+
+def test_a_backbone_with_a_head_and_without_a_mask_token_will_do(config, tmp_path):
+    options = {"img_size": 16, "patch_size": 4, "num_classes": 5, "init_values": 0.1, **tiny_runs.MODEL}
+    classifier = QuickVisionTransformer(**options)
+    save_checkpoint(classifier, tmp_path / "classifier.safetensors")
+    recipe = recipe_of(config(finetune=tmp_path / "classifier.safetensors"))
+    vit = recipe.modules["student"].vit
+    assert torch.equal(vit.patch_embed.weight, classifier.patch_embed.weight)
+    assert not vit.mask_token.weight.any()
+
+
+def test_settings_of_another_run_are_refused(config):
+    train(config(steps=3))
+    with pytest.raises(ValueError, match="with other settings: asked for prototypes 30 instead of 24"):
+        train(config(steps=3, prototypes=30))
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_an_epoch_of_digits(tmp_path, capsys):
+    """A tiny h8 of digits from the command line, from random weights to k-NN on its features."""
+    out, batch = tmp_path / "run", 64
+    steps = 1437 // batch
+    command = f"""train dinov2 --model quickvit_h8_tiny_patch16_224 --data digits --out {out} --preset small
+        --img-size 16 --patch-size 4 --local-size 8 --local-views 4 --batch-size {batch} --steps {steps}
+        --prototypes 256 --head-hidden 128 --head-bottleneck 32 --crop-ratio 1.0
+        --model-args {{"embed_dim":64,"depth":2,"num_heads":2}} --cache true
+        --run.workers 0 --run.device cpu --run.log-every 11 --run.evaluate-every {steps}"""
+    assert main(command.split()) == 0, capsys.readouterr().err
+    rows = read_metrics(out)
+    judged = {row["step"]: row for row in rows if "eval/20-NN/accuracy" in row}
+    assert set(judged) == {0, steps}
+    assert judged[steps]["eval/20-NN/accuracy"] > 0.2
+    names = {"dino", "ibot", "koleo", "feature_std", "prototype_entropy", "prototypes_used", "agreement"}
+    assert names <= set(rows[-2])
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    capsys.readouterr()
+    assert main(["eval", "knn", str(out), "--data", "digits", "--cache", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoint"] or True

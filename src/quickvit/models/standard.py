@@ -19,6 +19,7 @@ from quickvit.models.checkpoints import (
     declared_preprocessing,
     is_a,
     require_fit,
+    restore,
 )
 from quickvit.models.zoo import STANDARD, ViT, create_model
 
@@ -52,13 +53,10 @@ def standard_config(model: VisionTransformer) -> dict[str, Any] | None:
     return {**created, PREPROCESSING: preprocessing} if preprocessing else created
 
 
-def is_standard(config: dict[str, Any]) -> bool:
-    """Whether a configuration is that of a standard ViT."""
-    return STANDARD in config
-
-
-def restore_standard(config: dict[str, Any], state: dict[str, Tensor], source: str) -> ViT:
-    """Build the ViT that a checkpoint describes and load its weights, neither of them trusted."""
+def restore_any(config: dict[str, Any] | None, state: dict[str, Tensor], source: str = "the checkpoint") -> ViT:
+    """Build the Quick ViT or the standard one that a checkpoint describes and load its weights; neither is trusted."""
+    if config is None or STANDARD not in config:
+        return restore(config, state, source)
     options: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in config.items()
     }

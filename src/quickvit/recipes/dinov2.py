@@ -297,6 +297,7 @@ class Dinov2(Recipe):
         )
         self._step = -1
         self._watched: dict[str, Tensor] = {}
+        self._trouble: str | None = None
 
     @classmethod
     def rebuild(cls, config: Dinov2Config) -> Dinov2:
@@ -341,11 +342,17 @@ class Dinov2(Recipe):
             follow(self.modules[f"teacher{name}"], bare(self.modules[f"student{name}"]), self._momentum(step))
         self._targets.update(step, self.world)
         if (step + 1) % self.config.run.log_every == 0 and step >= given(self.config.warmup_steps):
-            trouble = diagnose(
-                {name: value.item() for name, value in self._watched.items()}, self.config.centering
+            self._look_for_collapse(step + 1)
+
+    def _look_for_collapse(self, done: int) -> None:
+        """Raise the alarm once for each kind of trouble; before the warm-up is over, all features are much alike."""
+        numbers = {name: value.item() for name, value in self._watched.items()}
+        trouble, before = diagnose(numbers, self.config.centering), self._trouble
+        self._trouble = trouble
+        if trouble != before and self.world.main:
+            logger.warning(
+                "after %d updates: %s", done, f"COLLAPSE: {trouble}" if trouble else "no collapse any more"
             )
-            if trouble is not None and self.world.main:
-                logger.warning("collapse after %d updates: %s", step + 1, trouble)
 
     # ------------------------------------------------------------------ data
 

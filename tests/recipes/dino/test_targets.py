@@ -149,6 +149,6 @@ def test_use_of_prototypes():
         targets.update(step, ALONE)
     # Lately two thirds of one and a third of another, and 3 is long ago.
     expected = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)) / math.log(4)
-    assert targets.numbers(500)["prototype_entropy"].item() == pytest.approx(expected, abs=0.05)
+    assert targets.numbers(500)["prototype_entropy"].item() == pytest.approx(expected, abs=1e-10)
     assert targets.numbers(499)["prototypes_used"] == 2
     assert targets.numbers(RECENT - 1)["prototypes_used"] == 3

@@ -15,10 +15,9 @@ Centering = Literal["softmax", "sinkhorn", "none"]
 Kind = Literal["class", "patch"]
 
 # DINO's memory of the centre, and SwAV's and DINOv2's iterations.
-CENTER_MOMENTUM = 0.9
+MOMENTUM = 0.9
 ITERATIONS = 3
-# Memory of how much each prototype is used, and updates for which one counts as used.
-USAGE_MOMENTUM = 0.99
+# Updates for which a prototype that was chosen counts as used.
 RECENT = 100
 
 
@@ -113,9 +112,9 @@ class Targets(nn.Module):
         *sums, rest = world.sum(self._sums).split(len(self.usage))
         self._sums = None
         classes, patches, usage, chosen = sums
-        _approach(self.class_center, classes, rest[0], CENTER_MOMENTUM)
-        _approach(self.patch_center, patches, rest[1], CENTER_MOMENTUM)
-        _approach(self.usage, usage, rest[0], USAGE_MOMENTUM)
+        _approach(self.class_center, classes, rest[0])
+        _approach(self.patch_center, patches, rest[1])
+        _approach(self.usage, usage, rest[0])
         self.last_chosen.masked_fill_(chosen > 0, step)
         self.updates.fill_(step + 1)
 
@@ -126,7 +125,6 @@ class Targets(nn.Module):
         return {"prototype_entropy": entropy, "prototypes_used": used.to(self.usage.dtype)}
 
 
-def _approach(mean: Tensor, total: Tensor, count: Tensor, momentum: float) -> None:
-    """mean ← momentum · mean + (1 − momentum) · total / count; nothing where nothing was counted."""
-    new = total / count.clamp(min=1)
-    mean.lerp_(new, (count > 0).to(mean.dtype) * (1 - momentum))
+def _approach(mean: Tensor, total: Tensor, count: Tensor) -> None:
+    """mean ← 0.9 · mean + 0.1 · total / count; nothing where nothing was counted."""
+    mean.lerp_(total / count.clamp(min=1), (count > 0).to(mean.dtype) * (1 - MOMENTUM))

@@ -14,7 +14,7 @@ from quickvit.recipes.dino.targets import Centering
 # Relative to equal use of the prototypes: at most a handful is left of tens of thousands.
 FEW_PROTOTYPES = 0.1
 # Relative to a target that says nothing.
-SAYS_NOTHING = 0.99
+SAYS_NOTHING = 0.999
 # Relative to features that point in all directions.
 SAME_FEATURES = 0.01
 
@@ -49,8 +49,7 @@ def diagnose(numbers: Mapping[str, float], centering: Centering) -> str | None:
             else "the centre does not keep up with the teacher; use --centering sinkhorn, a lower learning rate or a "
             "longer warm-up"
         )
-        used = f"{numbers['prototypes_used']:.0f} of the prototypes were used lately"
-        return f"all images are assigned to the same prototypes ({used}): {cause}"
+        return f"all images are assigned to the same prototypes: {cause}"
     if numbers["target_entropy"] > SAYS_NOTHING:
         return (
             "the teacher's targets have no preference for any prototype: its temperature is too high for what its "
