@@ -46,7 +46,8 @@ def nearest(
 ) -> Neighbours:
     """The k nearest of `keys` [n, D] for each of `queries` [Q, D], found on `device`, by default the queries' own.
 
-    Exact for the features as they are stored: products of 16-bit features are summed and kept in float32. The
+    Exact for the features as they are stored: similarities of 16-bit features are summed and kept in float32,
+    those of float32 features in float64, so that features which differ by rounding have the same neighbours. The
     keys may be memory-mapped; they are read once for every 262,144 queries. Equally near keys come in no certain
     order.
     """
@@ -122,7 +123,7 @@ def _nearest_of_block(queries: Tensor, keys: Tensor, k: int, metric: Metric, bar
     """Neighbours of queries that are on the device, while the keys pass by piece by piece."""
     best: Neighbours | None = None
     key_rows = max(GROUP, KEY_BYTES // (keys.shape[1] * queries.element_size()))
-    query_rows = max(1, SCORE_BYTES // (4 * min(key_rows, len(keys))))
+    query_rows = max(1, SCORE_BYTES // (max(4, queries.element_size()) * min(key_rows, len(keys))))
     for start in range(0, len(keys), key_rows):
         piece = _operand(keys[start : start + key_rows], metric, queries.device)
         found = [_best_columns(_scores(rows, piece, metric), k) for rows in queries.split(query_rows)]
@@ -137,11 +138,13 @@ def _nearest_of_block(queries: Tensor, keys: Tensor, k: int, metric: Metric, bar
 
 
 def _operand(rows: Tensor, metric: Metric, device: torch.device) -> Tensor:
-    """Rows on the device, in a type that it multiplies with float32 sums, and for the cosine of length 1."""
-    dtype = rows.dtype
-    if rows.element_size() < 4 and device.type != "cuda":
-        dtype = torch.float32
-    rows = rows.to(device, dtype)
+    """Rows on the device, in a type that it multiplies with sums of at least twice as many bits; for the cosine of
+    length 1."""
+    if rows.element_size() == 4:
+        rows = rows.to(device, torch.float64)
+    else:
+        short = rows.element_size() < 4 and device.type != "cuda"
+        rows = rows.to(device, torch.float32 if short else rows.dtype)
     if metric == "cosine":
         lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=_sum_dtype(rows))
         # With `out` no copy of the rows in the wider type is made.
