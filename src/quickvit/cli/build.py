@@ -77,6 +77,9 @@ def load_model(
         found = timm.create_model(model, pretrained=pretrained, **options)
     except (AssertionError, TypeError) as error:
         raise ValueError(f"{model} cannot take images of {img_size}: {error}") from error
+    if img_size is not None:
+        embed: Any = found.patch_embed
+        _require_whole_patches(img_size, embed.patch_size[0])
     if checkpoint is not None:
         load_weights(found, read_checkpoint(checkpoint)[0], source=checkpoint)
     return found
@@ -84,15 +87,17 @@ def load_model(
 
 def _resized(model: ViT, img_size: tuple[int, int] | None) -> ViT:
     if img_size is not None:
-        patch = (
-            model.patch_size if isinstance(model, QuickVisionTransformer) else model.patch_embed.patch_size[0]
-        )
-        if any(side < patch or side % patch for side in img_size):
-            raise ValueError(
-                f"an image of {img_size[0]}×{img_size[1]} pixels has no whole patches of {patch}"
-            )
+        if isinstance(model, QuickVisionTransformer):
+            _require_whole_patches(img_size, model.patch_size)
+        else:
+            _require_whole_patches(img_size, model.patch_embed.patch_size[0])
         model.set_input_size(img_size)
     return model
+
+
+def _require_whole_patches(img_size: tuple[int, int], patch: int) -> None:
+    if any(side < patch or side % patch for side in img_size):
+        raise ValueError(f"an image of {img_size[0]}×{img_size[1]} pixels has no whole patches of {patch}")
 
 
 def parse_size(text: str) -> tuple[int, int]:

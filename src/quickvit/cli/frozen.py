@@ -19,6 +19,7 @@ from quickvit.data.listed import open_listed
 from quickvit.data.segmentation import SegmentationSource, open_segmentation
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.classification import (
+    CS,
     Classifier,
     Splits,
     fit_hematology,
@@ -143,7 +144,7 @@ def classify(protocol: str, arguments: Namespace, frozen: Frozen) -> Learned[Cla
     elif protocol == "knn":
         classifier = fit_knn(train, val, ks=arguments.get("neighbours") or NEIGHBOURS, **common)
     elif arguments.get("solver") == "lbfgs":
-        classifier = fit_logistic_grid(train, val, **common)
+        classifier = fit_logistic_grid(train, val, cs=arguments.get("cs") or CS, **common)
     else:
         training = ProbeTraining(steps=arguments.get("steps", ProbeTraining.steps))
         rates = arguments.get("learning_rates") or LEARNING_RATES
@@ -164,6 +165,9 @@ def add_classification(parser: ArgumentParser, protocol: str) -> None:
         parser.add_argument("--solver", choices=SOLVERS, default="sgd", help="lbfgs for small sets")
         parser.add_argument("--steps", type=int, default=ProbeTraining.steps, help="of sgd")
         parser.add_argument("--learning-rates", type=float, nargs="+", help="of sgd, for a batch of 256")
+        parser.add_argument(
+            "--cs", type=float, nargs="+", help="of lbfgs, inverse strengths of regularisation"
+        )
 
 
 def _splits(arguments: Namespace) -> Splits:
