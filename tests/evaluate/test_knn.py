@@ -70,6 +70,16 @@ def test_votes_do_not_overflow():
     assert vote(neighbours, torch.tensor([0, 1]), 2, 2, 1e-3).tolist() == [[0, 1]]
 
 
+@pytest.mark.parametrize("columns", [24, 120, 121, 127, 400])
+def test_the_largest_of_groups_are_the_largest_of_all(columns, monkeypatch):
+    monkeypatch.setattr(knn, "GROUP", 8)
+    scores = torch.randn(50, columns, generator=torch.Generator().manual_seed(columns))
+    for k in (1, 3):
+        found, expected = knn._best_columns(scores, k), scores.topk(k)
+        assert torch.equal(found.scores, expected.values)
+        assert torch.equal(found.indices, expected.indices)
+
+
 @pytest.mark.parametrize("metric", METRICS)
 def test_16_bit_features_are_compared_exactly(data, metric):
     queries, keys, _ = (part.bfloat16() if part.is_floating_point() else part for part in data)
