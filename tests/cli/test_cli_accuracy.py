@@ -12,9 +12,13 @@ import torch
 
 import quickvit
 from quickvit import QuickVisionTransformer, save_checkpoint
+from quickvit.bench.record import write
 from quickvit.data import open_source, preprocessing
 from quickvit.evaluate import Pose, measure_accuracy
+from quickvit.recipes.deit3 import Deit3, Deit3Config, resolve
+from quickvit.recipes.run import as_plain
 from quickvit.testing import randomize
+from quickvit.train import World
 
 OPTIONS = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
 
@@ -75,6 +79,29 @@ def test_a_run_is_a_folder_with_its_model(run, classifiers, tmp_path):
         for path in (tmp_path / "run", classifiers / "i8.safetensors")
     ]
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("average", [None, 0.9])
+def test_a_run_of_the_baseline_is_rebuilt(run, tmp_path, average):
+    options = {"img_size": 32, "batch_size": 100, "crop_ratio": 0.9, "model_args": {"depth": 1}}
+    config = Deit3Config("baseline_tiny_patch16_224", "digits", tmp_path, average=average, **options)
+    config = resolve(config, torch.device("cpu"))
+    recipe = Deit3(config)
+    model = randomize(recipe.modules["average" if average else "model"], 3)
+    recipe.export(tmp_path, World())
+    code, _, err = run("eval", "accuracy", tmp_path, "--json")
+    assert code == 2
+    assert f"{tmp_path} is not a run: it has no config.json" in err
+    write(as_plain(config), tmp_path / "config.json")
+    code, out, _ = run("eval", "accuracy", tmp_path, "--json")
+    expected = measure_accuracy(model, open_source("digits", "val"), preprocessing(model))
+    assert code == 0
+    assert json.loads(out)["rows"][0]["top1"] == 100 * expected.rows[0].top1
+    assert json.loads(out)["preprocessing"]["crop_ratio"] == 0.9
+    (tmp_path / "config.json").write_text('{"model": 3}')
+    code, _, err = run("eval", "accuracy", tmp_path)
+    assert code == 2
+    assert "config.json is not the configuration of a run" in err
 
 
 def test_weights_without_a_description_need_a_name(run, tmp_path):

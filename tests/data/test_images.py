@@ -78,6 +78,42 @@ def test_what_cannot_be_read_is_named_with_a_reason(tmp_path, huge_png):
         read_image(tmp_path / "wide.tif")
 
 
+def test_programs_are_no_images(tmp_path, monkeypatch):
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("ran a program"))
+    Image.new("RGB", (4, 4)).save(tmp_path / "x.eps")
+    (tmp_path / "x.eps").rename(tmp_path / "x.png")
+    with pytest.raises(Unreadable, match="UnidentifiedImageError"):
+        read_image(tmp_path / "x.png")
+    (tmp_path / "x.png").rename(tmp_path / "x.eps")
+    assert find_images([tmp_path]) == []
+
+
+@pytest.mark.parametrize("suffix", ["avif", "bmp", "gif", "jpg", "jp2", "png", "tif", "webp", "ico", "tga"])
+def test_damage_anywhere_is_unreadable_or_harmless(suffix):
+    generator = np.random.default_rng(0)
+    whole = io.BytesIO()
+    noise = generator.integers(0, 256, (24, 30, 3), dtype=np.uint8)
+    image = Image.fromarray(noise)
+    try:
+        image.save(whole, Image.registered_extensions()[f".{suffix}"])
+    except (KeyError, OSError):
+        pytest.skip(f"this Pillow cannot write {suffix}")
+    outcomes = set()
+    for _ in range(60):
+        data = np.frombuffer(whole.getvalue(), np.uint8).copy()
+        places = generator.integers(
+            0, min(len(data), generator.choice([60, 10**6])), generator.integers(1, 20)
+        )
+        data[places] = generator.integers(0, 256, len(places))
+        end = len(data) if generator.random() < 0.7 else generator.integers(len(data))
+        try:
+            outcomes.add(read_image(io.BytesIO(data[:end].tobytes()), "damaged").mode)
+        except Unreadable as error:
+            outcomes.add(error.path)
+    assert outcomes <= {"RGB", "damaged"}
+    assert "damaged" in outcomes
+
+
 def test_an_open_file_is_named_as_told():
     with pytest.raises(Unreadable, match=r"^shard 3: "):
         read_image(io.BytesIO(b""), "shard 3")

@@ -74,6 +74,13 @@ def test_a_folder_without_splits_is_for_training(tmp_path, write_images):
         open_source(tmp_path, "val")
 
 
+def test_splits_are_no_classes(folder):
+    with pytest.raises(ValueError, match=rf"{folder} has the splits train, val; take one of them"):
+        open_source(folder, "all")
+    assert len(open_source(folder, "all", labelled=False)) == 6
+    assert len(open_source(folder / "val", "all")) == 3
+
+
 def test_classes_are_those_of_training(folder, write_images):
     (folder / "val/ant/0.png").unlink()
     source = open_source(folder, "val")

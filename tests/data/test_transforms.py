@@ -11,7 +11,7 @@ from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision import transforms
 from torchvision.transforms import functional
 
-from quickvit.data import deit3_transform, eval_transform
+from quickvit.data import EvalTransform, deit3_transform, eval_transform
 from quickvit.data.transforms import color_jitter, random_resized_crop, three_augment
 
 
@@ -126,6 +126,13 @@ def test_evaluation_is_that_of_timm(image, size, ratio, interpolation):
     assert torch.equal(ours(image, 1), ours(image, 2))
 
 
+@pytest.mark.parametrize("mode", ["squash", "border"])
+def test_other_crops_are_those_of_timm(image, mode):
+    theirs = create_transform((3, 32, 32), crop_pct=0.9, crop_mode=mode, interpolation="bicubic")
+    ours = EvalTransform(32, crop_ratio=0.9, crop_mode=mode)
+    torch.testing.assert_close(ours(image), theirs(image), rtol=0, atol=1e-6)
+
+
 def test_a_batch_is_normalised_like_its_images(image):
     transform = deit3_transform(16)
     pixels = torch.stack([transform.pixels(image, seed) for seed in range(3)])
@@ -150,6 +157,10 @@ def test_wrong_options_are_named(options, message):
         deit3_transform(**{"img_size": 32, **options})
 
 
-def test_a_wrong_crop_ratio_is_named():
+def test_wrong_crops_are_named():
     with pytest.raises(ValueError, match=r"crop_ratio must be above 0 and at most 1, got 1.5"):
         eval_transform(32, 1.5)
+    with pytest.raises(
+        ValueError, match="unknown crop_mode 'corner'; expected one of center, squash, border"
+    ):
+        EvalTransform(32, crop_mode="corner")

@@ -84,6 +84,15 @@ def test_error_is_at_most_twice_that_of_the_definition(name, shape, dtype):
         assert relative(a, exact) <= 2 * relative(b, exact) + floor
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_error_of_attention_without_gradients(dtype):
+    torch.manual_seed(0)
+    fused, definition, tensors = cases(1280, 16, 257, dtype)["attention"]
+    reference = definition(*(t.double() for t in tensors))
+    ours, theirs = relative(fused(*tensors), reference), relative(definition(*tensors), reference)
+    assert ours <= 2 * theirs + 4 * torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("name", ["linear", "gelu", "norm", "residual norm", "attention"])
 def test_operators_take_strided_input(name):
     fused, _, tensors = cases(1024, 16, 197, torch.bfloat16)[name]

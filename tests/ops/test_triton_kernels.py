@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from quickvit.ops.triton import attention, gelu, heads, norm  # noqa: E402
+from quickvit.ops.triton import attention, gelu, heads, norm, whole_head  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -432,3 +432,26 @@ def test_tile_pads_least(tiles: attention.Tiles) -> None:
 def test_attention_rejects_other_head_sizes() -> None:
     with pytest.raises(ValueError, match="size 80, expected one of 64, 128"):
         attention.attention_forward(draw(0, 1, 1, 240), None, 1)
+
+
+@pytest.mark.parametrize("dtype", ATTENTION_DTYPES)
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "with_bias"),
+    [(2, 1, 2, True), (1, 17, 3, True), (1, 64, 1, False), (2, 83, 1, False), (1, 257, 1, True)],
+)
+def test_attention_of_whole_heads(
+    batch: int, tokens: int, heads: int, with_bias: bool, dtype: torch.dtype
+) -> None:
+    m = 10 * heads
+    assert whole_head.takes(tokens, 80)
+    qkv, bias = draw(0, batch, tokens, 24 * m, dtype=dtype), draw(2, 3 * m) if with_bias else None
+    expected, _ = attention_definition(*exact(qkv, bias), heads)
+    out = whole_head.attention_whole_head(qkv, bias, heads)
+    assert out.dtype == dtype
+    assert_near(out, expected, dtype, ulps=8 if dtype == torch.float32 else 2)
+
+
+def test_attention_of_whole_heads_has_its_limits() -> None:
+    assert not whole_head.takes(257, 104)
+    assert not whole_head.takes(whole_head.MAX_TOKENS + 1, 80)
+    assert whole_head.attention_whole_head(draw(0, 0, 5, 240), None, 1).shape == (0, 5, 80)

@@ -9,7 +9,7 @@ from typing import Any
 import timm
 import torch
 from timm.models import is_model_in_modules
-from torch import nn
+from torch import Tensor, nn
 
 from quickvit.models import QuickVisionTransformer, ViT, create_model
 from quickvit.models.checkpoints import load_weights, read_checkpoint, restore
@@ -60,11 +60,13 @@ def load_model(
             )
         file = path / RESULT if path.is_dir() else path
         state, config = read_checkpoint(file)
-        if config is None:
+        if config is not None:
+            return _resized(restore(config, state, str(file)), img_size)
+        if not path.is_dir():
             raise ValueError(
                 f"{file} does not say which model it is; give the name of the model, and the file with --checkpoint"
             )
-        return _resized(restore(config, state, str(file)), img_size)
+        return _resized(_of_run(path, state), img_size)
     if len(path.parts) > 1 or path.suffix in (".safetensors", ".pth", ".pt"):
         raise FileNotFoundError(f"no checkpoint at {path}")
     foreign = timm.is_model(model) and not (model.startswith("quickvit_") or model in BASELINES)
@@ -83,6 +85,16 @@ def load_model(
     if checkpoint is not None:
         load_weights(found, read_checkpoint(checkpoint)[0], source=checkpoint)
     return found
+
+
+def _of_run(folder: Path, state: dict[str, Tensor]) -> ViT:
+    """The model that the configuration of a run describes, with these weights."""
+    from quickvit.cli.train import rebuild  # it imports this module
+
+    model = rebuild(folder).modules["model"]
+    load_weights(model, state, source=str(folder / RESULT))
+    assert isinstance(model, ViT)
+    return model
 
 
 def _resized(model: ViT, img_size: tuple[int, int] | None) -> ViT:

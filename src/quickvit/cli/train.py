@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from dataclasses import asdict, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from quickvit.cli.build import choose_device
 from quickvit.cli.command import Command
 from quickvit.cli.output import print_json
+
+if TYPE_CHECKING:
+    from quickvit.recipes import Entry
+    from quickvit.train import Recipe
 
 # The recipes bring PyTorch's distributed parts along, so they are imported when one is called.
 
@@ -53,11 +58,9 @@ def _replay(arguments: Namespace) -> int:
 
     folder = Path(arguments.capture)
     about = read_capture(folder)
-    recipe = RECIPES[about["recipe"]]
-    parser = _recipe_parser(recipe.config)
-    settings = parser.parse_object({**about["settings"], "data": "", "out": str(folder)})
+    settings = {**about["settings"], "data": "", "out": str(folder)}
     result = replay(
-        recipe.rebuild(_build(recipe.config, settings)),
+        _rebuild(RECIPES[about["recipe"]], settings),
         folder,
         arguments.rank,
         choose_device(arguments.device),
@@ -70,6 +73,28 @@ def _replay(arguments: Namespace) -> int:
         print(f"first output that is not finite: {result.output or 'none'}")
         print(f"gradients that are not finite: {', '.join(result.gradients) or 'none'}")
     return 0 if result.finite else 1
+
+
+def rebuild(folder: Path) -> Recipe:
+    """The recipe of the run in a folder, whose weights are still to come."""
+    from quickvit.recipes import RECIPES
+    from quickvit.recipes.run import CONFIG
+
+    file = folder / CONFIG
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        # A run does not say by which recipe it is, but each has options of its own.
+        recipe = next(r for r in RECIPES.values() if {f.name for f in fields(r.config)} == set(settings))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{folder} is not a run: it has no {CONFIG}") from error
+    except (ValueError, TypeError, StopIteration, RecursionError) as error:
+        raise ValueError(f"{file} is not the configuration of a run") from error
+    return _rebuild(recipe, settings)
+
+
+def _rebuild(recipe: Entry, settings: dict[str, Any]) -> Recipe:
+    arguments = _recipe_parser(recipe.config).parse_object(settings)
+    return recipe.rebuild(_build(recipe.config, arguments))
 
 
 def _add_train(parser: ArgumentParser) -> None:

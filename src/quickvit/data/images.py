@@ -5,21 +5,29 @@ from __future__ import annotations
 import os
 import struct
 import warnings
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 from PIL import Image
 
-# What Pillow's decoders raise on files that are damaged, foreign or too large.
+# What Pillow's decoders were seen to raise on files that are damaged, foreign or too large.
 UNREADABLE = (
     OSError,
     ValueError,
     SyntaxError,
     EOFError,
+    RuntimeError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    OverflowError,
     struct.error,
+    zlib.error,
     Image.DecompressionBombError,
     Image.DecompressionBombWarning,
 )
@@ -45,6 +53,8 @@ def decoding(name: str) -> Iterator[None]:
     """Turn whatever a decoder raises into `Unreadable`, and its warning of a decompression bomb too."""
     try:
         with warnings.catch_warnings():
+            # Odd metadata do not matter here.
+            warnings.simplefilter("ignore")
             # Pillow only warns up to twice its limit; the limit is meant.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             yield
@@ -54,8 +64,15 @@ def decoding(name: str) -> Iterator[None]:
 
 def read_image(file: str | Path | BinaryIO, name: str | None = None) -> Image.Image:
     """The image in a file as RGB; raises `Unreadable` with the file's name if that cannot be done."""
-    with decoding(str(file) if name is None else name), Image.open(file) as image:
+    with decoding(str(file) if name is None else name), Image.open(file, formats=_formats()) as image:
         return to_rgb(image)
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    """What Pillow reads, less EPS: those are programs, and Pillow would have Ghostscript run them."""
+    Image.init()
+    return tuple(name for name in Image.ID if name != "EPS")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -103,11 +120,16 @@ def walk_images(folder: str | Path) -> list[str]:
 
     Links are followed, and each real folder is entered once on a way down.
     """
-    suffixes = Image.registered_extensions()
-    return sorted(_walk(os.fspath(folder), "", suffixes.keys(), ()), key=lambda path: path.split(os.sep))
+    return sorted(_walk(os.fspath(folder), "", image_suffixes(), ()), key=lambda path: path.split(os.sep))
 
 
-def _walk(folder: str, prefix: str, suffixes: Iterable[str], above: tuple[str, ...]) -> Iterator[str]:
+@cache
+def image_suffixes() -> frozenset[str]:
+    """The endings of image files, with their dots, in lower case."""
+    return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in _formats())
+
+
+def _walk(folder: str, prefix: str, suffixes: Container[str], above: tuple[str, ...]) -> Iterator[str]:
     real = os.path.realpath(folder)
     if real in above:
         return

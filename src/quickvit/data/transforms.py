@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from random import Random
 from typing import Any
 
@@ -19,8 +19,9 @@ from timm.data.transforms_factory import create_transform
 from torch import Tensor
 from torchvision.transforms import functional
 
+from quickvit.models.checkpoints import CROP_MODES, INTERPOLATIONS
+
 Color = tuple[float, float, float]
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 # An image and a seed → what a model sees of it.
 Transform = Callable[[Image.Image, int], Tensor]
 
@@ -50,7 +51,7 @@ class PixelTransform(ABC):
 
     def normalize(self, pixels: Tensor) -> Tensor:
         """Bytes [..., 3, H, W] → (x / 255 − mean) / std in float32, on the device that they are on."""
-        mean, std = (torch.tensor(v, device=pixels.device).view(3, 1, 1) for v in (self.mean, self.std))
+        mean, std = (_color(tuple(values), pixels.device) for values in (self.mean, self.std))
         return pixels.float().div_(255).sub_(mean).div_(std)
 
     def __call__(self, image: Image.Image, seed: int = 0) -> Tensor:
@@ -61,6 +62,12 @@ class PixelTransform(ABC):
     def size(self) -> tuple[int, int]:
         """Height and width."""
         return (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
+
+
+@cache
+def _color(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """A colour [3, 1, 1]; kept, since a GPU would be waited for to take it anew with each batch."""
+    return torch.tensor(values, device=device).view(3, 1, 1)
 
 
 # ---------------------------------------------------------------------- evaluation
@@ -80,6 +87,8 @@ class EvalTransform(PixelTransform):
         super().__post_init__()
         if not 0 < self.crop_ratio <= 1:
             raise ValueError(f"crop_ratio must be above 0 and at most 1, got {self.crop_ratio}")
+        if self.crop_mode not in CROP_MODES:
+            raise ValueError(f"unknown crop_mode {self.crop_mode!r}; expected one of {', '.join(CROP_MODES)}")
 
     @cached_property
     def _transform(self) -> Callable[[Image.Image], Tensor]:

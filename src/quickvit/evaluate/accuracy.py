@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from quickvit.data import EvalLoader, PixelTransform, Source
+from quickvit.data import Batch, EvalLoader, PixelTransform, Source
+from quickvit.data.sources.base import UNLABELLED
 from quickvit.evaluate.rotation import UPRIGHT, Pose, cut_circle
 from quickvit.train.distributed import World
 
@@ -73,26 +73,22 @@ def measure_accuracy(
     )
     # For each pose the right first answers, the right ones among five, and answers that are no numbers.
     counts = torch.zeros(len(poses), 3, dtype=torch.int64, device=device)
-    images = passes = 0
-
-    def ask(shown: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            logits: Tensor = model(shown)
-        return logits
-
+    images = 0
+    # For a rank that has none left: a model whose weights are spread over the ranks needs them all in every pass.
+    idle = Batch(torch.zeros(1, 3, *transform.size), torch.tensor([UNLABELLED]), torch.tensor([0]))
+    idle = Batch(*(tensor.to(device) for tensor in idle))
     training = model.training
     model.eval()
     try:
         quiet = not (progress and world.main)
-        for batch in tqdm(loader, desc=f"accuracy on {source.name}", unit="batch", disable=quiet):
-            shown = cut_circle(batch.images) if circle else batch.images
+        for batch in world.together(tqdm(loader, f"accuracy on {source.name}", unit="batch", disable=quiet)):
+            images += 0 if batch is None else len(batch.images)
+            shown, targets, indices = batch or idle
+            shown = cut_circle(shown) if circle else shown
             for row, pose in zip(counts, poses, strict=True):
-                row += _count(ask(pose.show(shown, batch.indices, seed)), batch.targets, len(source.classes))
-            images, passes = images + len(shown), passes + 1
-        # A model whose weights are spread over the ranks needs them all whenever one of them has images left.
-        most = ceil(ceil(len(source) / world.size) / batch_size) if world.size > 1 else passes
-        for _ in range((most - passes) * len(poses)):
-            ask(torch.zeros(1, 3, *transform.size, device=device))
+                with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                    logits = model(pose.show(shown, indices, seed))
+                row += _count(logits, targets, len(source.classes))
     finally:
         model.train(training)
     parts = world.gather((counts.tolist(), images, loader.unreadable))

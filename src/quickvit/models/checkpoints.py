@@ -26,6 +26,8 @@ from quickvit.models.quick_vit import QuickVisionTransformer
 CONFIG_KEY = "quickvit"
 # How images are prepared for the model, in timm's words; beside its arguments in the configuration.
 PREPROCESSING = "preprocessing"
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+CROP_MODES = ("center", "squash", "border")
 # What wrappers put into parameter names: torch.compile, then DDP and averaged models.
 _WRAPPERS = ("_orig_mod", "module")
 # Where training programs keep the weights in what they save.
@@ -341,9 +343,9 @@ def _are_colors(value: Any) -> bool:
 _IMAGES: dict[str, Callable[[Any], bool]] = {
     "mean": _are_colors,
     "std": lambda value: _are_colors(value) and min(value) > 0,
-    "interpolation": lambda value: value in ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"),
+    "interpolation": lambda value: value in INTERPOLATIONS,
     "crop_pct": lambda value: type(value) in (int, float) and 0 < value <= 1,
-    "crop_mode": lambda value: value in ("center", "squash", "border"),
+    "crop_mode": lambda value: value in CROP_MODES,
 }
 
 

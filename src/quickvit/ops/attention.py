@@ -27,6 +27,8 @@ def octic_attention(
         return definition(qkv, heads, layout, bias, dropout=dropout)
     if not dropout and _reads_packed(qkv, heads):
         return _attention(qkv, bias, heads)[0]
+    if not dropout and _fits_whole_heads(qkv, bias, heads):
+        return _whole_heads(qkv, bias, heads)
     q, k, v = (t.transpose(1, 2) for t in _split_heads(qkv, bias, heads))
     out = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
     return _merge_heads(out.transpose(1, 2))
@@ -51,7 +53,22 @@ def _reads_packed(qkv: Tensor, heads: int) -> bool:
     return qkv.element_size() == 2 and qkv.shape[-1] // (3 * D8.order * heads) in (8, 16)
 
 
-@torch.library.custom_op("quickvit::octic_split_heads", mutates_args=(), device_types="cuda")
+def _fits_whole_heads(qkv: Tensor, bias: Tensor | None, heads: int) -> bool:
+    """Whether the kernel that keeps a head's keys and values takes these; it has no gradient."""
+    from quickvit.ops.triton.whole_head import takes
+
+    needs_grad = torch.is_grad_enabled() and (qkv.requires_grad or (bias is not None and bias.requires_grad))
+    return qkv.element_size() == 2 and not needs_grad and takes(qkv.shape[1], qkv.shape[2] // (3 * heads))
+
+
+@torch.library.triton_op("quickvit::octic_whole_heads", mutates_args=())
+def _whole_heads(qkv: Tensor, bias: Tensor | None, heads: int) -> Tensor:
+    from quickvit.ops.triton.whole_head import attention_whole_head
+
+    return attention_whole_head(qkv.contiguous(), bias, heads)
+
+
+@torch.library.triton_op("quickvit::octic_split_heads", mutates_args=())
 def _split_heads(qkv: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     from quickvit.ops.triton.heads import to_heads
 
@@ -65,7 +82,7 @@ def _(qkv, bias, heads):
     return qkv.new_empty(shape), qkv.new_empty(shape), qkv.new_empty(shape)
 
 
-@torch.library.custom_op("quickvit::octic_split_heads_grad", mutates_args=(), device_types="cuda")
+@torch.library.triton_op("quickvit::octic_split_heads_grad", mutates_args=())
 def _split_heads_grad(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from quickvit.ops.triton.heads import to_packed
 
@@ -90,7 +107,7 @@ def _split_backward(ctx, q, k, v):
 _split_heads.register_autograd(_split_backward, setup_context=_split_setup)
 
 
-@torch.library.custom_op("quickvit::octic_merge_heads", mutates_args=(), device_types="cuda")
+@torch.library.triton_op("quickvit::octic_merge_heads", mutates_args=())
 def _merge_heads(x: Tensor) -> Tensor:
     from quickvit.ops.triton.heads import to_packed
 
@@ -102,7 +119,7 @@ def _(x):
     return x.new_empty(*x.shape[:2], x.shape[2] * x.shape[3])
 
 
-@torch.library.custom_op("quickvit::octic_merge_heads_grad", mutates_args=(), device_types="cuda")
+@torch.library.triton_op("quickvit::octic_merge_heads_grad", mutates_args=())
 def _merge_heads_grad(grad: Tensor, heads: int) -> Tensor:
     from quickvit.ops.triton.heads import to_heads
 
@@ -125,7 +142,7 @@ def _merge_backward(ctx, grad):
 _merge_heads.register_autograd(_merge_backward, setup_context=_merge_setup)
 
 
-@torch.library.custom_op("quickvit::octic_attention", mutates_args=(), device_types="cuda")
+@torch.library.triton_op("quickvit::octic_attention", mutates_args=())
 def _attention(qkv: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
     from quickvit.ops.triton.attention import attention_forward
 
@@ -139,7 +156,7 @@ def _(qkv, bias, heads):
     return qkv.new_empty(batch, tokens, channels // 3), lse
 
 
-@torch.library.custom_op("quickvit::octic_attention_grad", mutates_args=(), device_types="cuda")
+@torch.library.triton_op("quickvit::octic_attention_grad", mutates_args=())
 def _attention_grad(
     grad: Tensor, qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, heads: int
 ) -> Tensor:
@@ -167,7 +184,7 @@ def _backward(ctx, grad, _):
 _attention.register_autograd(_backward, setup_context=_setup)
 
 
-@register_flop_formula(torch.ops.quickvit.octic_attention)
+@register_flop_formula([torch.ops.quickvit.octic_attention, torch.ops.quickvit.octic_whole_heads])
 def _attention_flops(qkv, *_, **__):
     batch, tokens, channels = qkv
     return 4 * batch * tokens**2 * (channels // 3)

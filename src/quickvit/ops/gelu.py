@@ -24,10 +24,15 @@ def octic_gelu(
     if is_plain():
         return definition(x, bias, group)
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    rows, on_gpu = x.flatten(0, -2), fused(x, group)
     if overwrite and x.is_contiguous() and not needs_grad:
-        _gelu_into(x.flatten(0, -2), bias, group.order)
+        if on_gpu:
+            _fused_gelu_into(rows, bias)
+        else:
+            _gelu_into(rows, bias, group.order)
         return x
-    return _gelu(x.flatten(0, -2), bias, group.order).view(x.shape)
+    y = _fused_gelu(rows, bias) if on_gpu else _gelu(rows, bias, group.order)
+    return y.view(x.shape)
 
 
 def definition(x: Tensor, bias: Tensor | None = None, group: DihedralGroup = D8) -> Tensor:
@@ -35,6 +40,46 @@ def definition(x: Tensor, bias: Tensor | None = None, group: DihedralGroup = D8)
     if bias is not None:
         x = x + functional.pad(bias, (0, x.shape[-1] - bias.shape[0]))
     return regular_to_isotypic(functional.gelu(isotypic_to_regular(x, group)), group)
+
+
+# ---------------------------------------------------------------------- in one kernel, on a GPU
+
+
+@torch.library.triton_op("quickvit::octic_gelu_fused", mutates_args=())
+def _fused_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
+    from quickvit.ops.triton.gelu import gelu_forward
+
+    return gelu_forward(x.contiguous(), bias)
+
+
+@torch.library.triton_op("quickvit::octic_gelu_fused_", mutates_args=("x",))
+def _fused_gelu_into(x: Tensor, bias: Tensor | None) -> None:
+    from quickvit.ops.triton.gelu import gelu_forward
+
+    gelu_forward(x, bias, x)
+
+
+@torch.library.triton_op("quickvit::octic_gelu_fused_grad", mutates_args=())
+def _fused_gelu_grad(grad: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    from quickvit.ops.triton.gelu import gelu_backward
+
+    return gelu_backward(grad.contiguous(), x.contiguous(), bias)
+
+
+def _fused_setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _fused_backward(ctx, grad: Tensor):
+    x, bias = ctx.saved_tensors
+    grad_x = _fused_gelu_grad(grad, x, bias)
+    return grad_x, None if bias is None else grad_x[:, : bias.shape[0]].sum(0)
+
+
+_fused_gelu.register_autograd(_fused_backward, setup_context=_fused_setup)
+
+
+# ---------------------------------------------------------------------- with products, a few tokens at a time
 
 
 @torch.library.custom_op("quickvit::octic_gelu", mutates_args=())
@@ -52,11 +97,6 @@ def _gelu_into(x: Tensor, bias: Tensor | None, order: int) -> None:
 
 def _forward(x: Tensor, bias: Tensor | None, order: int, out: Tensor) -> None:
     """GELU of x written to out, which may be x."""
-    if fused(x, DihedralGroup(order)):
-        from quickvit.ops.triton.gelu import gelu_forward
-
-        gelu_forward(x, bias, out)
-        return
     regular = _Regular(x, bias, order)
     for source, target in zip(regular.chunks(x), regular.chunks(out), strict=True):
         regular.to_isotypic(torch.ops.aten.gelu_(regular.values(source)), target)
@@ -65,10 +105,6 @@ def _forward(x: Tensor, bias: Tensor | None, order: int, out: Tensor) -> None:
 @torch.library.custom_op("quickvit::octic_gelu_grad", mutates_args=())
 def _gelu_grad(grad: Tensor, x: Tensor, bias: Tensor | None, order: int) -> Tensor:
     grad, x = grad.contiguous(), x.contiguous()
-    if fused(x, DihedralGroup(order)):
-        from quickvit.ops.triton.gelu import gelu_backward
-
-        return gelu_backward(grad, x, bias)
     result = torch.empty_like(x)
     regular, slopes = _Regular(x, bias, order), _Regular(grad, None, order)
     for g, source, target in zip(*map(regular.chunks, (grad, x, result)), strict=True):

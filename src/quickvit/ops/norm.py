@@ -119,7 +119,7 @@ def _output_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
 
 
-@torch.library.custom_op("quickvit::octic_layer_norm", mutates_args=(), device_types="cuda")
+@torch.library.triton_op("quickvit::octic_layer_norm", mutates_args=())
 def _norm(
     x: Tensor, gain: Tensor, shift: Tensor, eps: float, pair_weight: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ def _(x, gain, shift, eps, pair_weight, dtype):
     return x.new_empty(x.shape, dtype=dtype), _fake_statistics(x)
 
 
-@torch.library.custom_op("quickvit::octic_layer_norm_grad", mutates_args=(), device_types="cuda")
+@torch.library.triton_op("quickvit::octic_layer_norm_grad", mutates_args=())
 def _norm_grad(
     grad: Tensor, x: Tensor, statistics: Tensor, gain: Tensor, pair_weight: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,7 +160,7 @@ def _norm_backward(ctx, grad, _):
 _norm.register_autograd(_norm_backward, setup_context=_norm_setup)
 
 
-@torch.library.custom_op("quickvit::octic_residual_norm", mutates_args=(), device_types="cuda")
+@torch.library.triton_op("quickvit::octic_residual_norm", mutates_args=())
 def _residual_norm(
     x: Tensor,
     branch: Tensor,
@@ -186,7 +186,7 @@ def _(x, branch, bias, scale, sample_scale, gain, shift, eps, pair_weight, dtype
     return x.new_empty(x.shape), x.new_empty(x.shape, dtype=dtype), _fake_statistics(x)
 
 
-@torch.library.custom_op("quickvit::octic_residual_norm_grad", mutates_args=(), device_types="cuda")
+@torch.library.triton_op("quickvit::octic_residual_norm_grad", mutates_args=())
 def _residual_norm_grad(
     grad: Tensor,
     grad_stream: Tensor,

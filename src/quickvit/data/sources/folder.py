@@ -43,7 +43,7 @@ def open_folder(folder: Path, split: str, *, labelled: bool = True) -> FolderSou
 
     Without `labelled` every image below FOLDER/SPLIT counts, however it is nested.
     """
-    root = _split_folder(folder, split)
+    root = _split_folder(folder, split, labelled=labelled)
     if not labelled:
         paths = _require_images(walk_images(root), root)
         return _source(root, paths, [UNLABELLED] * len(paths), ())
@@ -133,14 +133,19 @@ def _find_split(folder: Path, split: str) -> Path | None:
     return next((folder / name for name in SPLITS[split] if (folder / name).is_dir()), None)
 
 
-def _split_folder(folder: Path, split: str) -> Path:
+def _split_folder(folder: Path, split: str, *, labelled: bool) -> Path:
     """Where the images of a split lie; a folder without any split is its own training split."""
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}")
     found = None if split == ALL else _find_split(folder, split)
     if found is not None:
         return found
-    if split == ALL or (split == "train" and all(_find_split(folder, name) is None for name in SPLITS)):
+    parts = [name for name in SPLITS if _find_split(folder, name) is not None]
+    if split == ALL and labelled and parts:
+        raise ValueError(
+            f"{folder} has the splits {', '.join(parts)}; take one of them, or a folder of classes"
+        )
+    if split == ALL or (split == "train" and not parts):
         return folder
     expected = ", ".join(str(folder / name) for name in SPLITS[split])
     raise FileNotFoundError(

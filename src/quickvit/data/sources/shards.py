@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from tqdm import tqdm
 
-from quickvit.data.images import Unreadable, read_image
+from quickvit.data.images import Unreadable, image_suffixes, read_image
 from quickvit.data.sources.base import ALL, SPLITS, UNLABELLED, Sample
 from quickvit.data.sources.folder import read_class_list
 
@@ -111,7 +110,6 @@ def _named_shards(info: Path, names: tuple[str, ...]) -> list[Path]:
 
 def _index(shard: Path, *, labelled: bool) -> Iterator[tuple[str, int, int, int]]:
     """Key, offset, size and class of each image of a shard."""
-    suffixes = Image.registered_extensions()
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
     try:
@@ -122,7 +120,7 @@ def _index(shard: Path, *, labelled: bool) -> Iterator[tuple[str, int, int, int]
                 key, suffix = f"{folder}/{stem}" if folder else stem, f".{suffix.lower()}"
                 if not member.isfile() or not stem:
                     continue
-                if suffix in suffixes:
+                if suffix in image_suffixes():
                     images[key] = member.offset_data, member.size
                 elif suffix == LABEL and labelled:
                     content = tar.extractfile(member)

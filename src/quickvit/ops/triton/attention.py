@@ -21,11 +21,12 @@ import triton
 import triton.language as tl
 
 from quickvit.ops.triton.heads import block_of
+from quickvit.ops.triton.launch import traced
 
 # By head size: the tiles to choose from, as (own rows, rows per step, warps, stages). Own rows are queries, but
 # for the gradients of k and v they are keys; the tile that pads them least is taken, the first of equals.
 Tiles = dict[int, tuple[tuple[int, int, int, int], ...]]
-FORWARD_TILES: Tiles = {64: ((128, 32, 4, 3),), 128: ((128, 64, 8, 3), (64, 64, 4, 3))}
+FORWARD_TILES: Tiles = {64: ((128, 16, 4, 3),), 128: ((128, 64, 8, 3), (64, 64, 4, 3))}
 QUERY_TILES: Tiles = {64: ((128, 64, 8, 1),), 128: ((128, 64, 8, 2), (64, 64, 8, 2))}
 KEY_TILES: Tiles = {64: ((64, 32, 4, 2),), 128: ((128, 32, 8, 2), (64, 64, 8, 2))}
 
@@ -392,7 +393,7 @@ def attention_forward(
         return out, lse
     programs, meta = _tile(FORWARD_TILES, dim, tokens)
     with torch.cuda.device_of(qkv):
-        _attention_forward[(batch * heads * programs,)](
+        traced(_attention_forward)[(batch * heads * programs,)](
             qkv, bias, out, lse, tokens, HEADS=heads, c=dim // 8, **meta
         )
     return out, lse
@@ -415,11 +416,11 @@ def attention_backward(
     deltas = torch.empty_like(lse)
     with torch.cuda.device_of(qkv):
         programs, meta = _tile(QUERY_TILES, dim, tokens)
-        _attention_backward_query[(batch * heads * programs,)](
+        traced(_attention_backward_query)[(batch * heads * programs,)](
             dout, qkv, bias, out, lse, deltas, dqkv, tokens, HEADS=heads, c=dim // 8, **meta
         )
         programs, meta = _tile(KEY_TILES, dim, tokens)
-        _attention_backward_key[(batch * heads * programs,)](
+        traced(_attention_backward_key)[(batch * heads * programs,)](
             dout, qkv, bias, lse, deltas, dqkv, tokens, HEADS=heads, c=dim // 8, **meta
         )
     return dqkv

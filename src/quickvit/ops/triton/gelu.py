@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quickvit.ops.triton.launch import traced
+
 # Octets per program and warps, by bytes per element. Forward, a thread moves 16 bytes of each block at
 # once.
 FORWARD_TILES: dict[int, tuple[int, int]] = {2: (1024, 4), 4: (512, 4)}
@@ -104,7 +106,7 @@ def _octets(T, M: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
     flat = tl.multiple_of((start % M).to(tl.int32), VEC) + lane
     column = tl.max_contiguous(tl.multiple_of(flat % M, VEC), VEC)
     token = start // M + (flat // M)
-    return token * (8 * M) + column, column, lane < T.to(tl.int64) * M - start
+    return token * (8 * M) + column, column, token < T
 
 
 @triton.jit
@@ -189,7 +191,7 @@ def gelu_forward(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor |
         return y
     block, warps = FORWARD_TILES[x.element_size()]
     with torch.cuda.device_of(x):
-        _gelu_forward[(triton.cdiv(tokens * m, block),)](
+        traced(_gelu_forward)[(triton.cdiv(tokens * m, block),)](
             x,
             bias,
             y,
@@ -212,7 +214,7 @@ def gelu_backward(grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
         return dx
     block, warps = BACKWARD_TILES[x.element_size()]
     with torch.cuda.device_of(x):
-        _gelu_backward[(triton.cdiv(tokens * m, block),)](
+        traced(_gelu_backward)[(triton.cdiv(tokens * m, block),)](
             grad,
             x,
             bias,

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quickvit.ops.triton.launch import traced
+
 # Tokens per program and warps.
 TILE: tuple[int, int] = (8, 8)
 
@@ -167,7 +169,7 @@ def to_heads(packed: torch.Tensor, heads: int, parts: int, bias: torch.Tensor | 
     grid, meta = _grid(tokens, m, c, packed.element_size())
     if packed.numel():
         with torch.cuda.device_of(packed):
-            _to_heads[grid](packed, bias, *features, *[None] * (3 - parts), tokens, **meta)
+            traced(_to_heads)[grid](packed, bias, *features, *[None] * (3 - parts), tokens, **meta)
     return features
 
 
@@ -179,5 +181,5 @@ def to_packed(features: list[torch.Tensor]) -> torch.Tensor:
     grid, meta = _grid(tokens, heads * dim // 8, dim // 8, x.element_size())
     if packed.numel():
         with torch.cuda.device_of(packed):
-            _to_packed[grid](*features, *[None] * (3 - parts), packed, tokens, **meta)
+            traced(_to_packed)[grid](*features, *[None] * (3 - parts), packed, tokens, **meta)
     return packed

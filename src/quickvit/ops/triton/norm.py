@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quickvit.ops.triton.launch import traced
+
 # Warps per program, programs per multiprocessor, stages of the pipeline of loads: a program takes one token
 # after the other. Keyed by the padded width of a token, 8 times the next power of two of m; the first key
 # that is large enough holds.
@@ -85,13 +87,13 @@ def _norm_forward(
     row_scale,
     gain,
     shift,
-    stream,
+    residual,
     y,
     statistics,
-    eps,
-    pair_weight,
     T,
     tokens_per_row,
+    EPS: tl.constexpr,
+    PAIR_WEIGHT: tl.constexpr,
     M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
@@ -125,11 +127,11 @@ def _norm_forward(
                 factor = tl.load(row_scale + token // tokens_per_row)
                 du *= factor
                 dv *= factor
-            # The norm sees what the next block will see, the rounded stream.
-            u = (u + du).to(stream.dtype.element_ty)
-            v = (v + dv).to(stream.dtype.element_ty)
-            tl.store(stream + start + u_cell, u, mask=u_in)
-            tl.store(stream + start + v_cell, v, mask=v_in)
+            # The norm sees what the next block will see, the rounded sum.
+            u = (u + du).to(residual.dtype.element_ty)
+            v = (v + dv).to(residual.dtype.element_ty)
+            tl.store(residual + start + u_cell, u, mask=u_in)
+            tl.store(residual + start + v_cell, v, mask=v_in)
             u = u.to(tl.float32)
             v = v.to(tl.float32)
 
@@ -137,8 +139,8 @@ def _norm_forward(
         v_mean = tl.sum(v, axis=1) * (0.5 / M)
         u = tl.where(u_in, u - u_mean[:, None], 0.0)
         v = tl.where(v_in, v - v_mean[:, None], 0.0)
-        square = _total(u * u) + pair_weight * _total(v * v)
-        rstd = tl.math.rsqrt(square * (0.125 / M) + eps)
+        square = _total(u * u) + PAIR_WEIGHT * _total(v * v)
+        rstd = tl.math.rsqrt(square * (0.125 / M) + EPS)
         _store(y + start, u_cell, u * rstd * u_gain + u_shift, u_in)
         _store(y + start, v_cell, v * rstd * v_gain, v_in)
 
@@ -152,7 +154,7 @@ def _norm_forward(
 def _norm_backward(
     dy,
     dstream,
-    stream,
+    residual,
     statistics,
     gain,
     branch,
@@ -162,15 +164,15 @@ def _norm_backward(
     dx,
     dbranch,
     partial,
-    pair_weight,
     T,
     tokens_per_row,
+    PAIR_WEIGHT: tl.constexpr,
     M: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Gradients of `_norm_forward`; that of the stream arrives as dy through the norm and as dstream past it.
+    """Gradients of `_norm_forward`; that of the sum arrives as dy through the norm and as dstream past it.
 
         dx = rstd (w - w̄ - weight · x̂ · mean of w x̂) + dstream,    w = gain · dy
         dbranch = row_scale · scale · dx
@@ -202,8 +204,8 @@ def _norm_backward(
         # Every load of a step comes before its sums, so that they are all under way at once.
         u_dy = _load(dy + start, u_cell, u_in)
         v_dy = _load(dy + start, v_cell, v_in)
-        u = _load(stream + start, u_cell, u_in)
-        v = _load(stream + start, v_cell, v_in)
+        u = _load(residual + start, u_cell, u_in)
+        v = _load(residual + start, v_cell, v_in)
         if dstream is not None:
             u_dstream = tl.load(dstream + start + u_cell, mask=u_in, other=0.0)
             v_dstream = tl.load(dstream + start + v_cell, mask=v_in, other=0.0)
@@ -227,7 +229,7 @@ def _norm_backward(
         v_mean = tl.sum(v_dy, axis=1) * (0.5 / M)
         along = (_total(u_dy * u) + _total(v_dy * v)) * (0.125 / M)
         u = rstd * (u_dy - u_mean[:, None] - along * u)
-        v = rstd * (v_dy - v_mean[:, None] - along * pair_weight * v)
+        v = rstd * (v_dy - v_mean[:, None] - along * PAIR_WEIGHT * v)
         if dstream is not None:
             u += u_dstream.to(tl.float32)
             v += v_dstream.to(tl.float32)
@@ -319,16 +321,16 @@ def _forward(
     pair_weight: float,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     tokens, channels = x.shape
-    stream = None if branch is None else torch.empty_like(x)
+    residual = None if branch is None else torch.empty_like(x)
     y = torch.empty_like(x, dtype=dtype or x.dtype)
     statistics = torch.empty((tokens, STATISTICS), dtype=torch.float32, device=x.device)
     if tokens == 0:
-        return stream, y, statistics
+        return residual, y, statistics
     block_m = triton.next_power_of_2(channels // 8)
     warps, per_multiprocessor, stages = _tile(FORWARD_TILES, 8 * block_m)
     programs = min(tokens, per_multiprocessor * _multiprocessors(x.device))
     with torch.cuda.device_of(x):
-        _norm_forward[(programs,)](
+        traced(_norm_forward)[(programs,)](
             x,
             branch,
             branch_bias,
@@ -336,25 +338,26 @@ def _forward(
             row_scale,
             gain,
             shift,
-            stream,
+            residual,
             y,
             statistics,
-            eps,
-            pair_weight,
             tokens,
             tokens_per_row,
+            # As arguments the compiler would take them for double precision.
+            EPS=eps,
+            PAIR_WEIGHT=pair_weight,
             M=channels // 8,
             BLOCK_M=block_m,
             STAGES=stages,
             num_warps=warps,
         )
-    return stream, y, statistics
+    return residual, y, statistics
 
 
 def _backward(
     dy: torch.Tensor,
     dstream: torch.Tensor | None,
-    stream: torch.Tensor,
+    residual: torch.Tensor,
     statistics: torch.Tensor,
     gain: torch.Tensor,
     branch: torch.Tensor | None,
@@ -366,9 +369,9 @@ def _backward(
 ) -> tuple[
     torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
 ]:
-    tokens, channels = stream.shape
+    tokens, channels = residual.shape
     m = channels // 8
-    dx = torch.empty_like(stream)
+    dx = torch.empty_like(residual)
     dbranch = None if branch is None else torch.empty_like(branch)
     dgain = torch.empty_like(gain)
     dshift = torch.empty(m, dtype=gain.dtype, device=gain.device)
@@ -382,15 +385,15 @@ def _backward(
 
     block_m = triton.next_power_of_2(m)
     warps, per_multiprocessor, stages = _tile(BACKWARD_TILES, 8 * block_m)
-    programs = min(tokens, per_multiprocessor * _multiprocessors(stream.device))
+    programs = min(tokens, per_multiprocessor * _multiprocessors(residual.device))
     width = 7 * m if scale is None and branch_bias is None else 14 * m
-    partial = torch.empty((programs, width), dtype=torch.float32, device=stream.device)
+    partial = torch.empty((programs, width), dtype=torch.float32, device=residual.device)
     rows, columns, reduction_warps = REDUCTION_TILE
-    with torch.cuda.device_of(stream):
-        _norm_backward[(programs,)](
+    with torch.cuda.device_of(residual):
+        traced(_norm_backward)[(programs,)](
             dy,
             dstream,
-            stream,
+            residual,
             statistics,
             gain,
             branch,
@@ -400,16 +403,16 @@ def _backward(
             dx,
             dbranch,
             partial,
-            pair_weight,
             tokens,
             tokens_per_row,
+            PAIR_WEIGHT=pair_weight,
             M=m,
             WIDTH=width,
             BLOCK_M=block_m,
             STAGES=stages,
             num_warps=warps,
         )
-        _sum_partial[(triton.cdiv(width, columns),)](
+        traced(_sum_partial)[(triton.cdiv(width, columns),)](
             partial,
             dgain,
             dshift,
@@ -453,13 +456,13 @@ def residual_norm_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Residual addition and the octic layer norm after it, in one pass.
 
-        stream = x + row_scale · scale · (branch + branch_bias e_A1),    y = norm(stream)
+        residual = x + row_scale · scale · (branch + branch_bias e_A1),    y = norm(residual)
 
     x, branch[T, C], branch_bias[C/8], scale[3C/4] (layer scale), row_scale[T / tokens_per_row] in float32
-    (stochastic depth). stream has the dtype of x, y the given dtype (default: that of branch); y is the norm
-    of the stream as it was rounded. Returns stream, y, statistics[T, 7].
+    (stochastic depth). residual has the dtype of x, y the given dtype (default: that of branch); y is the norm
+    of the residual as it was rounded. Returns residual, y, statistics[T, 7].
     """
-    stream, y, statistics = _forward(
+    residual, y, statistics = _forward(
         x,
         branch,
         branch_bias,
@@ -472,8 +475,8 @@ def residual_norm_forward(
         dtype or branch.dtype,
         pair_weight,
     )
-    assert stream is not None
-    return stream, y, statistics
+    assert residual is not None
+    return residual, y, statistics
 
 
 def norm_backward(
@@ -494,7 +497,7 @@ def norm_backward(
 def residual_norm_backward(
     dy: torch.Tensor,
     dstream: torch.Tensor | None,
-    stream: torch.Tensor,
+    residual: torch.Tensor,
     statistics: torch.Tensor,
     gain: torch.Tensor,
     branch: torch.Tensor,
@@ -506,13 +509,13 @@ def residual_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of `residual_norm_forward`: dx, dbranch, dgain, dshift, dscale, dbranch_bias.
 
-    dx is the gradient of the stream and of x alike. dscale and dbranch_bias are None where there is no such
+    dx is the gradient of the residual and of x alike. dscale and dbranch_bias are None where there is no such
     parameter.
     """
     dx, dbranch, dgain, dshift, dscale, dbias = _backward(
         dy,
         dstream,
-        stream,
+        residual,
         statistics,
         gain,
         branch,

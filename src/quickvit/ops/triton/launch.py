@@ -1,0 +1,12 @@
+"""How kernels are launched from registered operators."""
+
+import torch
+from triton.runtime.jit import JITFunction
+
+
+def traced(kernel):
+    """The kernel, such that `torch.compile` sees it within an operator and launches it without Python.
+
+    Triton's interpreter has kernels of another kind, which nothing needs to see.
+    """
+    return torch.library.wrap_triton(kernel) if isinstance(kernel, JITFunction) else kernel

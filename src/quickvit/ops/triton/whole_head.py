@@ -1,0 +1,196 @@
+"""Attention over short sequences, a whole head at a time, for heads whose pieces are not aligned.
+
+    o_i = Σ_j softmax_j(q_i · k_j / √D) v_j
+
+The layout is that of `attention.py`, but c need not be 8 or 16. Pieces of ten entries are read four bytes at a
+time, so what counts is to read them once: a program loads all keys and values of its head, keeps them in shared
+memory and steps through the queries. They come in WHOLE segments of STEP rows and a masked TAIL. A head's vector is
+a tile of DIM entries and one of REST (80 = 64 + 16).
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from quickvit.ops.triton.heads import block_of
+from quickvit.ops.triton.launch import traced
+
+# By head size: its two parts, the queries per step, the keys per segment, warps and stages.
+TILES: dict[int, tuple[int, int, int, int, int, int]] = {80: (64, 16, 64, 64, 4, 2)}
+# More keys and values than these do not fit into shared memory twice, for two programs at a time.
+MAX_TOKENS = 272
+
+_LOG2E = tl.constexpr(1 / math.log(2))
+
+
+@triton.jit
+def _columns(
+    head,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    c: tl.constexpr,
+    START: tl.constexpr,
+    SIZE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Columns [1, SIZE] of a head's entries from START on, in one of the PARTS features that a token holds."""
+    d = START + tl.arange(0, SIZE)
+    block = block_of(d, c)
+    length = tl.where(d < 4 * c, c, 2 * c)
+    column = block * (PARTS * HEADS * c) + (PART * HEADS + head) * length + d - block * c
+    return tl.max_contiguous(tl.multiple_of(column, VECTOR), VECTOR)[None, :]
+
+
+@triton.jit
+def _load(
+    tokens,
+    row,
+    inside,
+    head,
+    PART: tl.constexpr,
+    HEADS: tl.constexpr,
+    c: tl.constexpr,
+    DIM: tl.constexpr,
+    REST: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Rows of q, k or v (PART 0, 1, 2): their first DIM and last REST entries, zero where rows are not inside."""
+    line = tokens + row[:, None] * (24 * c * HEADS)
+    first = line + _columns(head, PART, 3, HEADS, c, 0, DIM, VECTOR)
+    last = line + _columns(head, PART, 3, HEADS, c, DIM, REST, VECTOR)
+    if inside is None:
+        tiles = tl.load(first), tl.load(last)
+    else:
+        mask = inside[:, None]
+        tiles = tl.load(first, mask=mask, other=0.0), tl.load(last, mask=mask, other=0.0)
+    return tiles
+
+
+@triton.jit
+def _load_bias(bias, head, PART: tl.constexpr, HEADS: tl.constexpr, c: tl.constexpr, DIM: tl.constexpr):
+    """The A1 bias of one of q, k, v as a row [1, DIM] over the first entries of a head's vector."""
+    d = tl.arange(0, DIM)
+    return tl.load(bias + (PART * HEADS + head) * c + d, mask=d < c, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _attend(q, keys, values, exists, SCALE: tl.constexpr):
+    """Softmax in base 2 over the segments of keys: Σ weights and Σ weights · v, up to a common factor."""
+    largest = None
+    total = None
+    sums = ()
+    for segment in tl.static_range(len(keys)):
+        score = tl.dot(q[0], tl.trans(keys[segment][0]))
+        score = tl.dot(q[1], tl.trans(keys[segment][1]), score)
+        if exists is not None and segment == len(keys) - 1:
+            score = tl.where(exists[None, :], score, -float("inf"))
+        v = values[segment]
+        larger = tl.max(score, axis=1) * SCALE
+        if segment > 0:
+            larger = tl.maximum(largest, larger)
+        weight = tl.math.exp2(score * SCALE - larger[:, None])
+        share = weight.to(v[0].dtype)
+        if segment == 0:
+            total = tl.sum(weight, axis=1)
+            sums = tl.dot(share, v[0]), tl.dot(share, v[1])
+        else:
+            shrink = tl.math.exp2(largest - larger)
+            total = total * shrink + tl.sum(weight, axis=1)
+            before = sums[0] * shrink[:, None], sums[1] * shrink[:, None]
+            sums = tl.dot(share, v[0], before[0]), tl.dot(share, v[1], before[1])
+        largest = larger
+    return total, sums
+
+
+@triton.jit(do_not_specialize=["N"])
+def _attention_whole_head(
+    qkv,
+    bias,
+    out,
+    N,
+    HEADS: tl.constexpr,
+    c: tl.constexpr,
+    DIM: tl.constexpr,
+    REST: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """All queries of one head, BLOCK at a time, against all keys."""
+    C: tl.constexpr = 8 * c * HEADS
+    SCALE: tl.constexpr = _LOG2E / (8 * c) ** 0.5
+    head = tl.program_id(0) % HEADS
+    batch = (tl.program_id(0) // HEADS).to(tl.int64)
+    tokens = qkv + batch * N * (3 * C)
+
+    keys = ()
+    values = ()
+    exists = None
+    for segment in tl.static_range(WHOLE):
+        place = segment * STEP + tl.arange(0, STEP)
+        keys += (_load(tokens, place, None, head, 1, HEADS, c, DIM, REST, VECTOR),)
+        values += (_load(tokens, place, None, head, 2, HEADS, c, DIM, REST, VECTOR),)
+    if TAIL > 0:
+        last = WHOLE * STEP + tl.arange(0, TAIL)
+        exists = last < N
+        keys += (_load(tokens, last, exists, head, 1, HEADS, c, DIM, REST, VECTOR),)
+        values += (_load(tokens, last, exists, head, 2, HEADS, c, DIM, REST, VECTOR),)
+
+    for start in range(0, N, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        inside = row < N
+        q = _load(tokens, row, inside, head, 0, HEADS, c, DIM, REST, VECTOR)
+        if bias is not None:
+            biased = q[0].to(tl.float32) + _load_bias(bias, head, 0, HEADS, c, DIM)
+            q = biased.to(q[0].dtype), q[1]
+        total, sums = _attend(q, keys, values, exists, SCALE)
+        first = sums[0] / total[:, None]
+        rest = sums[1] / total[:, None]
+        if bias is not None:
+            first += _load_bias(bias, head, 2, HEADS, c, DIM)
+        line = out + batch * N * C + row[:, None] * C
+        dtype: tl.constexpr = out.dtype.element_ty
+        tl.store(line + _columns(head, 0, 1, HEADS, c, 0, DIM, VECTOR), first.to(dtype), mask=inside[:, None])
+        tl.store(
+            line + _columns(head, 0, 1, HEADS, c, DIM, REST, VECTOR), rest.to(dtype), mask=inside[:, None]
+        )
+
+
+def takes(tokens: int, dim: int) -> bool:
+    """Whether there is a tile for heads of this size, and room for so many keys."""
+    return dim in TILES and tokens <= MAX_TOKENS
+
+
+def attention_whole_head(qkv: torch.Tensor, bias: torch.Tensor | None, heads: int) -> torch.Tensor:
+    """Attention over packed qkv[B, N, 3C] with the A1 bias[3C/8] of q, k, v: o[B, N, C], packed."""
+    batch, tokens, width = qkv.shape
+    size = width // (3 * heads)
+    out = torch.empty((batch, tokens, width // 3), dtype=qkv.dtype, device=qkv.device)
+    if out.numel() == 0:
+        return out
+    dim, rest, block, step, warps, stages = TILES[size]
+    left = tokens % step
+    with torch.cuda.device_of(qkv):
+        traced(_attention_whole_head)[(batch * heads,)](
+            qkv,
+            bias,
+            out,
+            tokens,
+            HEADS=heads,
+            c=size // 8,
+            DIM=dim,
+            REST=rest,
+            VECTOR=math.gcd(size // 8, 16 // qkv.element_size()),
+            BLOCK=block,
+            STEP=step,
+            WHOLE=tokens // step,
+            TAIL=max(16, triton.next_power_of_2(left)) if left else 0,
+            num_warps=warps,
+            num_stages=stages,
+        )
+    return out
