@@ -31,7 +31,10 @@ RANKS = {
     "cli": 8,
     "__main__": 9,
 }
-OPTIONAL = ("matplotlib", "sklearn", "datasets", "triton", "quickvit.ops.triton")
+OPTIONAL = (
+    *("matplotlib", "sklearn", "datasets", "tensorboard", "torch.utils.tensorboard", "wandb", "submitit"),
+    *("triton", "quickvit.ops.triton"),
+)
 # Rooms that are imported only where their extra is there, and what they may take for granted.
 SPECIAL = {"ops/triton": OPTIONAL, "demo": ("matplotlib", "sklearn"), "report": ("matplotlib", "sklearn")}
 

@@ -10,30 +10,34 @@ import math
 import statistics
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 from torch.nn import functional
-from tqdm import tqdm
+from torch.optim import Optimizer
 
 import quickvit
 from quickvit import D8, act_on_image
 from quickvit.bench.flops import count
 from quickvit.bench.record import surroundings, write
 from quickvit.bench.timing import threads
+from quickvit.data import Batch
 from quickvit.report.demo_figure import draw_demo
+from quickvit.train import Recipe, RunConfig, Trainer, World, build_optimizer, parameter_groups
 
 MODELS = ("ViT", "h8", "i8")
 CLASSES = 10
 # Digits that a transformation turns nearly into each other.
 LOOKALIKES = (((6, 9), "a half turn"), ((2, 5), "a mirroring"))
 BATCH_FOR_SPEED = 256
+ACCURACY = "test accuracy"
 
 
 @dataclass(frozen=True)
@@ -249,42 +253,61 @@ def create_model(name: str, config: DemoConfig) -> nn.Module:
     return timm.create_model(f"quickvit_{name}_tiny_patch16_224", **arguments)
 
 
+class DemoRecipe(Recipe):
+    """Cross-entropy on shifted digits; everything random is a function of the seed and the epoch or step."""
+
+    name = "demo"
+
+    def __init__(self, name: str, digits: Digits, config: DemoConfig) -> None:
+        number = len(digits.train_labels)
+        self.digits, self.config = digits, config
+        self.seed, self.batch_size = config.seed, config.batch_size
+        self.steps_per_epoch = number // config.batch_size
+        self.total_steps = config.epochs * self.steps_per_epoch
+        if not self.steps_per_epoch:
+            raise ValueError(
+                f"batch_size must be at most the {number} training images, got {config.batch_size}"
+            )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.modules = {"model": create_model(name, config)}
+
+    def optimizer(self) -> Optimizer:
+        """AdamW with warm-up and cosine."""
+        rate = partial(learning_rate, steps_per_epoch=self.steps_per_epoch, config=self.config)
+        return build_optimizer(
+            "adamw", parameter_groups(self.modules["model"], rate, self.config.weight_decay)
+        )
+
+    def batches(self, start: int, world: World) -> Iterator[Batch]:  # noqa: ARG002
+        """Shuffled and shifted digits."""
+        digits, seed = self.digits, self.seed
+        for step in range(start, self.total_steps):
+            epoch, place = divmod(step, self.steps_per_epoch)
+            order = torch.randperm(len(digits.train_labels), generator=_random(seed, "order", epoch))
+            indices = order[place * self.batch_size : (place + 1) * self.batch_size]
+            generator = _random(seed, "shift", step)
+            images = shift(digits.train_images[indices], self.config.max_shift, generator)
+            yield Batch(images, digits.train_labels[indices], indices)
+
+    def loss(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: ARG002
+        """Cross-entropy with smoothed labels."""
+        logits = self.modules["model"](batch.images)
+        smoothing = self.config.label_smoothing
+        return functional.cross_entropy(logits, batch.targets, label_smoothing=smoothing), {}
+
+    def evaluate(self, world: World) -> dict[str, float]:  # noqa: ARG002
+        """Accuracy on the test digits, as they are."""
+        predictions = predict(self.modules["model"], self.digits.test_images)
+        return {ACCURACY: _accuracy(predictions, self.digits.test_labels)}
+
+
 def train(name: str, digits: Digits, config: DemoConfig) -> Trained:
-    """Train one model; everything random is a function of the seed and the epoch or step."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = create_model(name, config)
-    optimizer = create_optimizer_v2(
-        model, opt="adamw", lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
-    )
-    number = len(digits.train_labels)
-    steps = number // config.batch_size
-    if not steps:
-        raise ValueError(f"batch_size must be at most the {number} training images, got {config.batch_size}")
-    curve: list[float] = []
-    seconds = 0.0
-    with tqdm(total=config.epochs * steps, desc=f"training {name:>3}", unit="step") as bar:
-        for epoch in range(config.epochs):
-            start = time.perf_counter()
-            model.train()
-            order = torch.randperm(number, generator=_random(config.seed, "order", epoch))
-            for i, batch in enumerate(order[: steps * config.batch_size].split(config.batch_size)):
-                step = epoch * steps + i
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(step, steps, config)
-                images = digits.train_images[batch]
-                images = shift(images, config.max_shift, _random(config.seed, "shift", step))
-                loss = functional.cross_entropy(
-                    model(images), digits.train_labels[batch], label_smoothing=config.label_smoothing
-                )
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                bar.update()
-            seconds += time.perf_counter() - start
-            curve.append(_accuracy(predict(model, digits.test_images), digits.test_labels))
-            bar.set_postfix_str(f"test accuracy {curve[-1]:.1%}")
-    return Trained(model.eval(), curve, seconds)
+    """Train one model."""
+    recipe = DemoRecipe(name, digits, config)
+    outcome = Trainer(recipe, RunConfig()).fit(label=f"training {name:>3}")
+    curve = [numbers[ACCURACY] for _, numbers in outcome.evaluations]
+    return Trained(recipe.modules["model"].eval(), curve, outcome.seconds)
 
 
 def learning_rate(step: int, steps_per_epoch: int, config: DemoConfig) -> float:

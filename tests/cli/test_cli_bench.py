@@ -5,6 +5,8 @@ import json
 import pytest
 
 from quickvit import __version__
+from quickvit.bench.tune import Tuned
+from quickvit.ops.tiles import stored
 
 
 class TestBench:
@@ -76,3 +78,22 @@ class TestBench:
         assert (code, out) == (2, "")
         assert err.startswith("quickvit: error: ")
         assert message in err
+
+
+class TestTune:
+    def test_needs_a_gpu(self, run):
+        code, _, err = run("tune", "--device", "cpu")
+        assert code == 2
+        assert "got the device cpu" in err
+
+    def test_keeps_what_it_finds(self, run, monkeypatch, tmp_path):
+        found = [Tuned("norm forward 8x2", (1, 16, 2), (2, 8, 2), 0.5, 0.25)]
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr("quickvit.cli.bench.require_gpu", lambda _: "A GPU")
+        monkeypatch.setattr("quickvit.cli.bench.measure_ceilings", lambda _: None)
+        monkeypatch.setattr("quickvit.cli.bench.search_tiles", lambda *_: iter(found))
+        code, out, _ = run("tune", "--sizes", "tiny", "--device", "cpu")
+        assert code == 0
+        assert "norm forward 8x2  (1, 16, 2)   0.5000  (2, 8, 2)  0.2500" in out
+        assert stored("A GPU") == {"norm forward 8x2": (2, 8, 2)}
+        assert str(tmp_path) in out

@@ -423,7 +423,7 @@ def test_attention_where_padding_would_overflow() -> None:
 def test_tile_pads_least(tiles: attention.Tiles) -> None:
     for dim, choice in tiles.items():
         for rows in (1, 64, 196, 197, 257, 1025):
-            programs, meta = attention._tile(tiles, dim, rows)
+            programs, meta = attention._tile("", tiles, dim, draw(0, 1, rows, 1))
             assert programs * meta["BLOCK"] == min(triton.cdiv(rows, tile[0]) * tile[0] for tile in choice)
             rest = rows % meta["STEP"]
             assert rest <= meta["TAIL"] < 2 * max(rest, 9)

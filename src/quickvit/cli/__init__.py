@@ -29,12 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 good, 1 a check failed, 2 wrong arguments or files, 75 stopped by a signal and ready to go on.
     """
     argv = _spelled(sys.argv[1:] if argv is None else argv)
-    arguments = _parser(argv).parse_args(argv)
-    name = arguments.subcommand
-    chosen = arguments[name]
-    chosen.command_line = shlex.join(["quickvit", *argv])
+    if not argv or argv[0] not in COMMANDS:
+        _overview().parse_args(argv)
+    name, *rest = argv
+    command = COMMANDS[name]
+    parser = ArgumentParser(prog=f"quickvit {name}", description=command.run.__doc__)
+    command.add_arguments(parser)
+    arguments = parser.parse_args(rest)
+    arguments.command_line = shlex.join(["quickvit", *argv])
     try:
-        return COMMANDS[name].run(chosen)
+        return command.run(arguments)
     except BrokenPipeError:
         # Whoever reads the output has seen enough; what is still buffered must not complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -53,14 +57,10 @@ def _spelled(argv: Sequence[str]) -> Sequence[str]:
     ]
 
 
-def _parser(argv: Sequence[str]) -> ArgumentParser:
-    """The parser of a command line; only the command that is called spends time on its arguments."""
+def _overview() -> ArgumentParser:
+    """The parser of command lines that call no command: for --help, --version and mistakes."""
     parser = ArgumentParser(prog="quickvit", description=__doc__, version=__version__)
-    called = next((word for word in argv if not word.startswith("-")), None)
     subcommands = parser.add_subcommands()
     for name, command in COMMANDS.items():
-        inner = ArgumentParser(description=command.run.__doc__)
-        subcommands.add_subcommand(name, inner, help=command.run.__doc__)
-        if name == called:
-            command.add_arguments(inner)
+        subcommands.add_subcommand(name, ArgumentParser(), help=command.run.__doc__)
     return parser

@@ -1,4 +1,4 @@
-"""`quickvit bench`: time and memory beside timm's ViT."""
+"""`quickvit bench`: time and memory beside timm's ViT. `quickvit tune`: faster kernels for this GPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from quickvit.bench import suite
 from quickvit.bench.models import RECIPES
 from quickvit.bench.record import write
 from quickvit.bench.table import table
-from quickvit.bench.timing import COMPILE
+from quickvit.bench.timing import COMPILE, measure_ceilings
+from quickvit.bench.tune import Tuned, require_gpu
+from quickvit.bench.tune import tune as search_tiles
 from quickvit.cli.build import choose_device
 from quickvit.cli.command import Command
 from quickvit.cli.output import NOTHING, print_json, print_table
+from quickvit.ops.tiles import store
 
 SIZED = ("block", "model", "train", "memory", "ops")
 WHOLE = ("model", "train", "memory")
@@ -71,6 +74,32 @@ def bench(arguments: Namespace) -> int:
     return 1 if record.rows and all(row.failure for row in record.rows) else 0
 
 
+def tune(arguments: Namespace) -> int:
+    """Search for the tiles that the kernels run fastest with on this GPU, and keep them; takes minutes."""
+    device = choose_device(arguments.device)
+    gpu = require_gpu(device)
+    request = suite.Request(
+        sizes=tuple(arguments.sizes), device=device, batch=arguments.batch, dtypes=(arguments.dtype,)
+    )
+    settings = request.settings(arguments.dtype, suite.BENCHMARKS["ops"])
+    found: list[Tuned] = []
+    for result in search_tiles(settings, measure_ceilings(settings), request.shapes()):
+        found.append(result)
+        # What was found survives an interruption.
+        file = store(gpu, {result.kernel: result.after})
+    rows = [[r.kernel, str(r.before), f"{r.before_ms:.4f}", str(r.after), f"{r.after_ms:.4f}"] for r in found]
+    print_table(["kernel", "tile before", "ms", "tile now", "ms"], rows)
+    print(f"\nkept in {file}")
+    return 0
+
+
+def _add_tuning(parser: ArgumentParser) -> None:
+    parser.add_argument("--sizes", nargs="+", default=["large", "huge"], help="tiny … 22b")
+    parser.add_argument("--batch", type=int, default=64, help="images")
+    parser.add_argument("--dtype", choices=list(suite.DTYPES), default="bfloat16")
+    parser.add_argument("--device", help="cuda by default")
+
+
 def _add_benchmarks(parser: ArgumentParser) -> None:
     subcommands = parser.add_subcommands()
     for name, benchmark in suite.BENCHMARKS.items():
@@ -83,4 +112,4 @@ def _add_benchmarks(parser: ArgumentParser) -> None:
         subcommands.add_subcommand(name, inner, help=benchmark.run.__doc__)
 
 
-COMMANDS = {"bench": Command(bench, _add_benchmarks)}
+COMMANDS = {"bench": Command(bench, _add_benchmarks), "tune": Command(tune, _add_tuning)}

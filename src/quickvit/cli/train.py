@@ -43,8 +43,6 @@ def train(arguments: Namespace) -> int:
             print(f"submitted {job.job_id}, logs in {config.out / 'slurm'}")
             return 0
         outcome = RECIPES[name].train(config, arguments.command_line)
-    except ModuleNotFoundError as error:
-        raise ValueError(error.msg) from error
     except NonFinite as error:
         print(f"quickvit: {error}", file=sys.stderr)
         return 1

@@ -8,6 +8,7 @@ from quickvit.layers.lift import FreeLift, OcticLift
 from quickvit.layers.linear import OcticLinear
 from quickvit.layers.mlp import OcticMlp
 from quickvit.layers.norm import OcticLayerNorm, OcticLayerScale
+from quickvit.layers.packing import StandardBlock
 from quickvit.layers.position import OcticPosition
 from quickvit.layers.tokens import InvariantTokens
 
@@ -26,5 +27,6 @@ __all__ = [
     "OcticMlp",
     "OcticPosition",
     "Pending",
+    "StandardBlock",
     "sample_scale",
 ]

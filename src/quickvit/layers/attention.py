@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from quickvit.group import D8, DihedralGroup
 from quickvit.layers.dropout import OcticDropout
 from quickvit.layers.linear import OcticLinear
+from quickvit.layers.packing import Shapes, each
 from quickvit.ops import octic_attention
 
 
@@ -38,17 +39,21 @@ class OcticAttention(nn.Module):
         self.proj = OcticLinear(dim, dim, group=group)
         self.proj_drop = OcticDropout(dim, proj_drop, group)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend over the tokens of x."""
-        return self.proj_drop(self.proj(self._heads(x)))
+    def forward(self, x: Tensor, shapes: Shapes | None = None) -> Tensor:
+        """Attend over the tokens of x; `shapes` are those of packed sequences."""
+        return self.proj_drop(self.proj(self._heads(x, shapes)))
 
-    def deferred(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def deferred(self, x: Tensor, shapes: Shapes | None = None) -> tuple[Tensor, Tensor | None]:
         """As forward, with a bias that is left to add, see `OcticLinear.deferred`."""
         if self.training and self.proj_drop.p:
-            return self(x), None
-        return self.proj.deferred(self._heads(x))
+            return self(x, shapes), None
+        return self.proj.deferred(self._heads(x, shapes))
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _heads(self, x: Tensor, shapes: Shapes | None) -> Tensor:
         qkv, bias = self.qkv.deferred(x)
         dropout = self.attn_drop if self.training else 0.0
-        return octic_attention(qkv, self.num_heads, self.qkv.out_layout, bias, dropout=dropout)
+
+        def attend(qkv: Tensor) -> Tensor:
+            return octic_attention(qkv, self.num_heads, self.qkv.out_layout, bias, dropout=dropout)
+
+        return each(attend, qkv, shapes)

@@ -11,6 +11,7 @@ from quickvit.layers.attention import OcticAttention
 from quickvit.layers.dropout import sample_scale
 from quickvit.layers.mlp import OcticMlp
 from quickvit.layers.norm import OcticLayerNorm, OcticLayerScale
+from quickvit.layers.packing import Shapes
 from quickvit.ops.norm import residual
 
 
@@ -50,15 +51,24 @@ class OcticBlock(nn.Module):
         self.ls2 = OcticLayerScale(dim, init_values, group) if init_values is not None else None
 
     def forward(
-        self, x: Tensor, pending: Pending | None = None, *, defer: bool = False
+        self,
+        x: Tensor,
+        pending: Pending | None = None,
+        *,
+        defer: bool = False,
+        shapes: Shapes | None = None,
     ) -> Tensor | tuple[Tensor, Pending]:
-        """Apply the block; `pending` is what the block before left to add, and `defer` leaves ours to the next."""
+        """Apply the block; `pending` is what the block before left to add, and `defer` leaves ours to the next.
+
+        `shapes` are those of packed sequences [T, C].
+        """
         if pending is None:
             y = self.norm1(x)
         else:
             x, y = self.norm1.after_residual(x, *pending)
-        x, y = self.norm2.after_residual(x, *self._pending(self.attn, y, self.ls1))
-        pending = self._pending(self.mlp, y, self.ls2)
+        branch = self.attn.deferred(y, shapes)
+        x, y = self.norm2.after_residual(x, *self._pending(x, branch, self.ls1, shapes))
+        pending = self._pending(x, self.mlp.deferred(y), self.ls2, shapes)
         return (x, pending) if defer else self.add(x, pending)
 
     def add(self, x: Tensor, pending: Pending) -> Tensor:
@@ -67,8 +77,11 @@ class OcticBlock(nn.Module):
         return residual(x, branch, self.norm1.layout, bias=bias, scale=scale, sample_scale=samples)
 
     def _pending(
-        self, module: OcticAttention | OcticMlp, y: Tensor, scale: OcticLayerScale | None
+        self,
+        x: Tensor,
+        branch: tuple[Tensor, Tensor | None],
+        scale: OcticLayerScale | None,
+        shapes: Shapes | None,
     ) -> Pending:
-        branch, bias = module.deferred(y)
         gamma = None if scale is None else scale.gamma
-        return Pending(branch, bias, gamma, sample_scale(y, self.drop_path, self.training))
+        return Pending(*branch, gamma, sample_scale(x, self.drop_path, self.training, shapes))

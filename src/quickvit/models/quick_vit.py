@@ -14,7 +14,6 @@ from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
 from huggingface_hub.constants import SAFETENSORS_SINGLE_FILE
 from timm.layers import LayerNorm, global_pool_nlc
 from timm.models._features import feature_take_indices
-from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,8 +27,10 @@ from quickvit.layers import (
     OcticLift,
     OcticPosition,
     Pending,
+    StandardBlock,
 )
 from quickvit.layers.linear import STANDARD_STD
+from quickvit.layers.packing import Shapes, pack, unpack
 
 POOLS = ("token", "avg", "")
 _layer_norm: Any = partial(LayerNorm, eps=1e-6)
@@ -178,7 +179,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
             OcticBlock(embed_dim, drop_path=rate, group=group, **octic) for rate in rates[:octic_depth]
         )
         self.blocks.extend(
-            Block(embed_dim, drop_path=rate, norm_layer=_layer_norm, **shared) for rate in rates[octic_depth:]
+            StandardBlock(embed_dim, drop_path=rate, norm_layer=_layer_norm, **shared)
+            for rate in rates[octic_depth:]
         )
         self.invariant = OcticInvariant(embed_dim, invariant, group) if kind.invariant else None
         self.feature_info = [
@@ -295,6 +297,14 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         """Images → normalised tokens [B, prefix + H·W, C]; `mask` [B, H·W] hides patches behind the mask token."""
         x, _ = self._embed(x, mask)
         return self.norm(self._run(x)[0])
+
+    def forward_crops(
+        self, crops: Sequence[Tensor], masks: Sequence[Tensor | None] | None = None
+    ) -> list[Tensor]:
+        """`forward_features` of batches of images of several sizes, in one pass of all their tokens."""
+        masks = [None] * len(crops) if masks is None else masks
+        x, shapes = pack([self._embed(crop, mask)[0] for crop, mask in zip(crops, masks, strict=True)])
+        return unpack(self.norm(self._run(x, shapes=shapes)[0]), shapes)
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         """Tokens [B, N, C] → [B, C] by class token or average; '' keeps the tokens."""
@@ -427,9 +437,12 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         return x if self.invariant is None else self.invariant(x)
 
     def _run(
-        self, x: Tensor, take: Sequence[int] = (), stop: int | None = None
+        self, x: Tensor, take: Sequence[int] = (), stop: int | None = None, shapes: Shapes | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Tokens through the first `stop` blocks; also the tokens after the blocks in `take`."""
+        """Tokens through the first `stop` blocks; also the tokens after the blocks in `take`.
+
+        Sequences of several `shapes` are packed into one tensor.
+        """
         taken: list[Tensor] = []
         pending: Pending | None = None
         blocks = self.blocks[:stop]
@@ -441,12 +454,12 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
                 # FSDP (whose mark is a method) frees this block's parameters, bias and layer scale, before that.
                 last = i + 1 == min(self.octic_depth, len(blocks))
                 defer = not last and i not in take and not hasattr(block, "unshard")
-                out = self._call(block, x, pending, defer=defer)
+                out = self._call(block, x, pending, defer=defer, shapes=shapes)
                 x, pending = out if defer else (out, None)
                 if i + 1 == self.octic_depth:
                     x = self._leave(x)
             else:
-                x = self._call(block, x)
+                x = self._call(block, x, shapes=shapes)
             if i in take:
                 taken.append(x)
         return x, taken

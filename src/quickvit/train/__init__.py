@@ -3,7 +3,7 @@
 from quickvit.train.average import averaged_copy, follow
 from quickvit.train.checkpoint import Store
 from quickvit.train.distributed import World, bare, connected
-from quickvit.train.log import Log, read_metrics
+from quickvit.train.journal import Journal, read_metrics
 from quickvit.train.optimizers import Lamb, build_optimizer, parameter_groups
 from quickvit.train.recipe import Precision, Recipe
 from quickvit.train.replay import Replay, read_capture, replay
@@ -13,8 +13,8 @@ from quickvit.train.trainer import NonFinite, Outcome, RunConfig, Trainer
 
 __all__ = [
     "EXIT_REQUEUE",
+    "Journal",
     "Lamb",
-    "Log",
     "NonFinite",
     "Outcome",
     "Precision",

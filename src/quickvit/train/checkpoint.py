@@ -11,6 +11,7 @@ there too. So a folder with the final name is complete, whenever the process was
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -42,7 +43,6 @@ MANIFEST = "manifest.json"
 PIECES = "pieces"
 OWN = "own."
 _NAME = re.compile(r"step-(\d{8,})")
-_PARTIAL = ".{}.partial"
 
 
 class Piece(NamedTuple):
@@ -194,7 +194,7 @@ class Store:
         return None
 
     def _partial(self, step: int) -> Path:
-        return self.folder / _PARTIAL.format(f"step-{step:08d}")
+        return self.folder / f".step-{step:08d}.partial"
 
     @staticmethod
     def _file(rank: int) -> str:
@@ -208,7 +208,7 @@ class Store:
         Raises a `CheckpointError` if there are checkpoints and none is sound.
         """
         if self.world.main:
-            for left in self.folder.glob(_PARTIAL.format("step-*")):
+            for left in self.folder.glob(".step-*"):
                 shutil.rmtree(left, ignore_errors=True)
         reasons = []
         # All ranks try the same ones, even if they see a folder on a network at different times.
@@ -282,13 +282,17 @@ def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems on networks cannot do this for folders, and need not.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
 
 def _remove(path: Path) -> None:
     """Delete a checkpoint; killed half-way, what is left does not look like one."""
-    doomed = path.with_name(_PARTIAL.format(path.name))
+    doomed = path.with_name(f".{path.name}.old")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)

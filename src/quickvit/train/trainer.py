@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,14 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import profile, schedule
-from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from quickvit.data import derived_seed
 from quickvit.train.checkpoint import Store
 from quickvit.train.distributed import Compile, Parallel, World, bare, gradients_shared, spread, trained
-from quickvit.train.log import Log
+from quickvit.train.journal import EVALUATION, Journal, read_metrics
 from quickvit.train.norms import clip_
 from quickvit.train.optimizers import set_schedules
 from quickvit.train.recipe import Recipe
@@ -119,49 +116,26 @@ class Trainer:
 
     def fit(self, label: str | None = None) -> Outcome:
         """Train from the newest sound checkpoint, or from the start, to the end or until a signal asks to stop."""
-        recipe, run, world = self.recipe, self.run, self.world
-        start = self.resume()
-        folder = self.folder if world.main else None
-        evaluations: list[tuple[int, dict[str, float]]] = []
-        done, stopped, seconds, logged = start, False, 0.0, (start, time.perf_counter())
-        with ExitStack() as stack:
-            stack.enter_context(_own_randomness(world.device))
-            stop = stack.enter_context(stop_requests())
-            stack.enter_context(logging_redirect_tqdm())
-            log = stack.enter_context(
-                Log(
-                    folder,
-                    start,
-                    tensorboard=run.tensorboard,
-                    wandb=run.wandb,
-                    config=dict(recipe.settings()),
-                )
-            )
-            bar = stack.enter_context(self._bar(start, label or recipe.name))
-            profiler = stack.enter_context(self._profiler())
+        recipe, run = self.recipe, self.run
+        done, stopped = self.resume(), False
+        with self._surroundings(done, label or recipe.name) as (stop, journal):
             self.train_mode(True)
-            batches = recipe.batches(start, world) if start < recipe.total_steps else iter(())
+            if done and self._due(done, run.evaluate_every) and not self._evaluated(done):
+                # The process before was asked to stop, and left this to us.
+                self.evaluate(done, journal)
+            batches = recipe.batches(done, self.world)
             while done < recipe.total_steps and not stopped:
-                began = time.perf_counter()
-                metrics, stopped = self.update(done, next(batches), stop)
+                with journal.update():
+                    metrics, stopped = self.update(done, next(batches), stop)
                 done += 1
-                seconds += time.perf_counter() - began
-                bar.update(recipe.batch_size)
-                if profiler is not None:
-                    profiler.step()
                 if self._due(done, run.log_every):
-                    now = time.perf_counter()
-                    speed = (done - logged[0]) * recipe.batch_size / (now - logged[1])
-                    log.write(done, {**self._numbers(metrics), "images_per_second": speed})
-                    logged = done, now
-                if not stopped and self._due(done, run.evaluate_every or recipe.steps_per_epoch):
-                    evaluations.append((done, self.evaluate()))
-                    log.write(done, evaluations[-1][1])
-                    bar.set_postfix({name: f"{value:.4g}" for name, value in evaluations[-1][1].items()})
-                if stopped or self._due(done, run.save_every or recipe.steps_per_epoch):
+                    journal.write(done, self._numbers(metrics))
+                if not stopped and self._due(done, run.evaluate_every):
+                    self.evaluate(done, journal)
+                if stopped or self._due(done, run.save_every):
                     self.save(done)
             self._finish(stopped)
-        return Outcome(done, stopped, evaluations, seconds)
+        return Outcome(done, stopped, journal.evaluations, journal.seconds)
 
     # ------------------------------------------------------------------ one update
 
@@ -176,7 +150,7 @@ class Trainer:
             if gradients:
                 metrics[f"grad_norm/{name}"] = clip_(gradients, recipe.clip)
         # One agreement of all ranks: is this update sound, shall we stop, is a checkpoint still being written?
-        finite = torch.isfinite(torch.stack([value.double() for value in metrics.values()])).all()
+        finite = self._stack(metrics).isfinite().all()
         writing = self.store is not None and self.store.writing
         bad, stopped, writing = self.world.any(~finite, bool(stop), writing)
         if bad:
@@ -188,7 +162,8 @@ class Trainer:
             recipe.after_step(step)
         if self.store is not None and self.store.unsettled and not writing:
             self.store.settle()
-        metrics["lr"] = torch.tensor(max(group["lr"] for group in self.optimizer.param_groups))
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        metrics["lr"] = torch.tensor(max(rates), dtype=torch.float64)
         return metrics, stopped
 
     def gradients(self, step: int, batch: Any) -> dict[str, Tensor]:
@@ -204,13 +179,18 @@ class Trainer:
                 total[name] = total.get(name, 0) + value.detach() / len(parts)
         return total
 
-    def evaluate(self) -> dict[str, float]:
-        """What the recipe says of its modules, in evaluation mode."""
+    def evaluate(self, done: int, journal: Journal) -> None:
+        """Note what the recipe says of its modules after so many updates, in evaluation mode."""
         self.train_mode(False)
         with torch.no_grad(), self.recipe.autocast(self.world.device):
-            numbers = self.recipe.evaluate(self.world)
+            journal.evaluation(done, self.recipe.evaluate(self.world))
         self.train_mode(True)
-        return numbers
+
+    def _evaluated(self, done: int) -> bool:
+        """Whether the evaluation after so many updates is in the log already."""
+        rows = read_metrics(self.folder) if self.world.main and self.folder is not None else []
+        names = {name for row in rows if row["step"] == done for name in row}
+        return self.world.any(any(name.startswith(EVALUATION) for name in names))[0]
 
     # ------------------------------------------------------------------ state
 
@@ -253,6 +233,11 @@ class Trainer:
         if not stopped:
             self.recipe.export(self.folder, self.world)
 
+    def _keep_what_was_begun(self) -> None:
+        """However the loop ends; but ranks that fail one by one cannot agree on a checkpoint any more."""
+        if self.store is not None and self.world.size == 1:
+            self.store.settle()
+
     def _capture(self, step: int, batch: Any, metrics: dict[str, Tensor]) -> None:
         """Keep the batch and the state of an update that is not finite, and give up if there were too many."""
         values = ", ".join(f"{name} {value.item():g}" for name, value in metrics.items())
@@ -263,6 +248,8 @@ class Trainer:
             store.settle()
             path = store.folder / f"step-{step:08d}"
             message += f"; its batch was captured, see `quickvit train replay {path}`"
+            if self.store is not None:
+                self.store.settle()
         self.nonfinite += 1
         if self.nonfinite > self.run.max_nonfinite:
             raise NonFinite(message)
@@ -276,44 +263,49 @@ class Trainer:
 
     # ------------------------------------------------------------------ around the loop
 
-    def _due(self, done: int, every: int) -> bool:
-        return done % every == 0 or done == self.recipe.total_steps
+    def _due(self, done: int, every: int | None) -> bool:
+        """Whether so many updates are a multiple of `every` (None: of an epoch), or all."""
+        return done % (every or self.recipe.steps_per_epoch) == 0 or done == self.recipe.total_steps
 
     def train_mode(self, training: bool) -> None:
         """Set the modules to training or evaluation; what follows another without being trained is evaluated."""
         for module in self.recipe.modules.values():
             module.train(training and trained(module))
 
+    def _stack(self, metrics: dict[str, Tensor]) -> Tensor:
+        return torch.stack([value.to(self.world.device, torch.float64) for value in metrics.values()])
+
     def _numbers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         """Metrics averaged over the ranks, as numbers."""
-        values = torch.stack([value.to(self.world.device, torch.float64) for value in metrics.values()])
-        means = self.world.sum(values) / self.world.size
+        means = self.world.sum(self._stack(metrics)) / self.world.size
         return dict(zip(metrics, means.tolist(), strict=True))
 
-    def _bar(self, start: int, label: str) -> tqdm[Any]:
-        """Progress in images, with their rate and the time left."""
-        size = self.recipe.batch_size
-        return tqdm(
-            total=self.recipe.total_steps * size,
-            initial=start * size,
-            desc=label,
-            unit="img",
-            unit_scale=True,
-            disable=not self.world.main,
-        )
-
     @contextmanager
-    def _profiler(self) -> Iterator[profile | None]:
-        if not self.run.profile or self.folder is None:
-            yield None
-            return
-        target = self.folder / "profile" / f"rank-{self.world.rank:05d}.json"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        waiting = schedule(wait=5, warmup=3, active=5, repeat=1)
-        with profile(
-            schedule=waiting, on_trace_ready=lambda p: p.export_chrome_trace(str(target))
-        ) as profiler:
-            yield profiler
+    def _surroundings(self, start: int, label: str) -> Iterator[tuple[StopRequest, Journal]]:
+        """What goes on around the loop: signals, metrics, progress, a profiler, and randomness of its own."""
+        run, device, folder = self.run, self.world.device, self.folder
+        with ExitStack() as stack:
+            stack.callback(self._keep_what_was_begun)
+            # Whoever calls keeps his random numbers.
+            stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+            stop = stack.enter_context(stop_requests())
+            stack.enter_context(logging_redirect_tqdm())
+            journal = stack.enter_context(
+                Journal(
+                    folder if self.world.main else None,
+                    start,
+                    self.recipe.total_steps,
+                    self.recipe.batch_size,
+                    label if self.world.main else None,
+                )
+            )
+            if run.tensorboard:
+                journal.add_tensorboard()
+            if run.wandb is not None:
+                journal.add_wandb(run.wandb, dict(self.recipe.settings()))
+            if run.profile and folder is not None:
+                journal.add_profiler(folder / "profile" / f"rank-{self.world.rank:05d}.json")
+            yield stop, journal
 
 
 def _require_same(theirs: dict[str, Any], ours: dict[str, Any], path: Path) -> None:
@@ -325,10 +317,3 @@ def _require_same(theirs: dict[str, Any], ours: dict[str, Any], path: Path) -> N
         raise ValueError(
             f"{path} is of a run with other settings: asked for {changes}; use another folder for another run"
         )
-
-
-@contextmanager
-def _own_randomness(device: torch.device) -> Iterator[None]:
-    """Seed inside without changing the generators of whoever calls."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quickvit.ops.tiles import tile
 from quickvit.ops.triton.heads import block_of
 from quickvit.ops.triton.launch import traced
 
@@ -365,14 +366,15 @@ def _attention_backward_key(
     _store(dqkv + own, dv, row, inside, v_column, 3 * C)
 
 
-def _tile(tiles: Tiles, dim: int, rows: int) -> tuple[int, dict[str, int]]:
+def _tile(kernel: str, tiles: Tiles, dim: int, qkv: torch.Tensor) -> tuple[int, dict[str, int]]:
     """Programs per head, and the tile as the kernels take it."""
     if dim not in tiles:
         raise ValueError(f"heads have size {dim}, expected one of {', '.join(map(str, tiles))}")
-    block, step, warps, stages = min(tiles[dim], key=lambda tile: triton.cdiv(rows, tile[0]) * tile[0])
-    tail = 16 if rows % step else 0
-    while tail < rows % step:
-        tail *= 2
+    rows = qkv.shape[1]
+    default = min(tiles[dim], key=lambda choice: triton.cdiv(rows, choice[0]) * choice[0])
+    block, step, warps, stages = tile(kernel, (dim, rows), qkv.device, default)
+    rest = rows % step
+    tail = max(16, triton.next_power_of_2(rest)) if rest else 0
     meta = {"BLOCK": block, "STEP": step, "TAIL": tail, "num_warps": warps, "num_stages": stages}
     return triton.cdiv(rows, block), meta
 
@@ -391,7 +393,7 @@ def attention_forward(
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=qkv.device)
     if out.numel() == 0:
         return out, lse
-    programs, meta = _tile(FORWARD_TILES, dim, tokens)
+    programs, meta = _tile("attention forward", FORWARD_TILES, dim, qkv)
     with torch.cuda.device_of(qkv):
         traced(_attention_forward)[(batch * heads * programs,)](
             qkv, bias, out, lse, tokens, HEADS=heads, c=dim // 8, **meta
@@ -415,11 +417,11 @@ def attention_backward(
         return dqkv
     deltas = torch.empty_like(lse)
     with torch.cuda.device_of(qkv):
-        programs, meta = _tile(QUERY_TILES, dim, tokens)
+        programs, meta = _tile("attention query gradient", QUERY_TILES, dim, qkv)
         traced(_attention_backward_query)[(batch * heads * programs,)](
             dout, qkv, bias, out, lse, deltas, dqkv, tokens, HEADS=heads, c=dim // 8, **meta
         )
-        programs, meta = _tile(KEY_TILES, dim, tokens)
+        programs, meta = _tile("attention key gradient", KEY_TILES, dim, qkv)
         traced(_attention_backward_key)[(batch * heads * programs,)](
             dout, qkv, bias, lse, deltas, dqkv, tokens, HEADS=heads, c=dim // 8, **meta
         )

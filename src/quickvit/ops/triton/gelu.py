@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quickvit.ops.tiles import tile
 from quickvit.ops.triton.launch import traced
 
 # Octets per program and warps, by bytes per element. Forward, a thread moves 16 bytes of each block at
@@ -189,7 +190,8 @@ def gelu_forward(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor |
     m = channels // 8
     if tokens == 0:
         return y
-    block, warps = FORWARD_TILES[x.element_size()]
+    size = x.element_size()
+    block, warps = tile("gelu forward", (m, size), x.device, FORWARD_TILES[size])
     with torch.cuda.device_of(x):
         traced(_gelu_forward)[(triton.cdiv(tokens * m, block),)](
             x,
@@ -212,7 +214,8 @@ def gelu_backward(grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
     m = channels // 8
     if tokens == 0:
         return dx
-    block, warps = BACKWARD_TILES[x.element_size()]
+    size = x.element_size()
+    block, warps = tile("gelu backward", (m, size), x.device, BACKWARD_TILES[size])
     with torch.cuda.device_of(x):
         traced(_gelu_backward)[(triton.cdiv(tokens * m, block),)](
             grad,

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quickvit.ops.tiles import tile
 from quickvit.ops.triton.launch import traced
 
 # Tokens per program and warps.
@@ -149,10 +150,10 @@ def _to_packed(
         )
 
 
-def _grid(tokens: int, m: int, c: int, element_size: int) -> tuple[tuple[int], dict[str, int]]:
+def _grid(kernel: str, x: torch.Tensor, tokens: int, m: int, c: int) -> tuple[tuple[int], dict[str, int]]:
     """Grid and specialisation of both kernels."""
-    rows, warps = TILE
-    vector = math.gcd(c, 16 // element_size)
+    rows, warps = tile(kernel, (m, c, x.element_size()), x.device, TILE)
+    vector = math.gcd(c, 16 // x.element_size())
     # One vector per thread and token: with more, a thread's vectors would lie side by side.
     run = 32 * warps * vector
     grid = (triton.cdiv(tokens, rows) * triton.cdiv(8 * m, run),)
@@ -166,7 +167,7 @@ def to_heads(packed: torch.Tensor, heads: int, parts: int, bias: torch.Tensor | 
     c = m // heads
     size = (tokens, heads, 8 * c)
     features = [torch.empty(size, dtype=packed.dtype, device=packed.device) for _ in range(parts)]
-    grid, meta = _grid(tokens, m, c, packed.element_size())
+    grid, meta = _grid("to heads", packed, tokens, m, c)
     if packed.numel():
         with torch.cuda.device_of(packed):
             traced(_to_heads)[grid](packed, bias, *features, *[None] * (3 - parts), tokens, **meta)
@@ -178,7 +179,7 @@ def to_packed(features: list[torch.Tensor]) -> torch.Tensor:
     x, parts = features[0], len(features)
     tokens, heads, dim = x.shape
     packed = torch.empty((tokens, parts * heads * dim), dtype=x.dtype, device=x.device)
-    grid, meta = _grid(tokens, heads * dim // 8, dim // 8, x.element_size())
+    grid, meta = _grid("to packed", x, tokens, heads * dim // 8, dim // 8)
     if packed.numel():
         with torch.cuda.device_of(packed):
             traced(_to_packed)[grid](*features, *[None] * (3 - parts), packed, tokens, **meta)

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quickvit.ops.tiles import tile
 from quickvit.ops.triton.launch import traced
 
 # Warps per program, programs per multiprocessor, stages of the pipeline of loads: a program takes one token
@@ -302,9 +303,12 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _tile(tiles: dict[int, tuple[int, int, int]], width: int) -> tuple[int, int, int]:
-    """The entry of the smallest width in the table that holds this one, else the last."""
-    return next((tile for limit, tile in tiles.items() if width <= limit), list(tiles.values())[-1])
+def _tile(kernel: str, tiles: dict[int, tuple[int, int, int]], x: torch.Tensor) -> tuple[int, ...]:
+    """What tuning found for tokens like those of x, else the entry of the table that they fit."""
+    m = x.shape[1] // 8
+    width = 8 * triton.next_power_of_2(m)
+    default = next((entry for limit, entry in tiles.items() if width <= limit), list(tiles.values())[-1])
+    return tile(kernel, (m, x.element_size()), x.device, default)
 
 
 def _forward(
@@ -327,7 +331,7 @@ def _forward(
     if tokens == 0:
         return residual, y, statistics
     block_m = triton.next_power_of_2(channels // 8)
-    warps, per_multiprocessor, stages = _tile(FORWARD_TILES, 8 * block_m)
+    warps, per_multiprocessor, stages = _tile("norm forward", FORWARD_TILES, x)
     programs = min(tokens, per_multiprocessor * _multiprocessors(x.device))
     with torch.cuda.device_of(x):
         traced(_norm_forward)[(programs,)](
@@ -384,7 +388,7 @@ def _backward(
         return dx, dbranch, dgain, dshift, dscale, dbias
 
     block_m = triton.next_power_of_2(m)
-    warps, per_multiprocessor, stages = _tile(BACKWARD_TILES, 8 * block_m)
+    warps, per_multiprocessor, stages = _tile("norm backward", BACKWARD_TILES, residual)
     programs = min(tokens, per_multiprocessor * _multiprocessors(residual.device))
     width = 7 * m if scale is None and branch_bias is None else 14 * m
     partial = torch.empty((programs, width), dtype=torch.float32, device=residual.device)

@@ -14,11 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
+from quickvit.ops.tiles import tile
 from quickvit.ops.triton.heads import block_of
 from quickvit.ops.triton.launch import traced
 
-# By head size: its two parts, the queries per step, the keys per segment, warps and stages.
-TILES: dict[int, tuple[int, int, int, int, int, int]] = {80: (64, 16, 64, 64, 4, 2)}
+# By head size: the two parts of a vector.
+PARTS: dict[int, tuple[int, int]] = {80: (64, 16)}
+# Queries per step, keys per segment, warps and stages.
+TILE: tuple[int, int, int, int] = (64, 64, 4, 2)
 # More keys and values than these do not fit into shared memory twice, for two programs at a time.
 MAX_TOKENS = 272
 
@@ -162,8 +165,8 @@ def _attention_whole_head(
 
 
 def takes(tokens: int, dim: int) -> bool:
-    """Whether there is a tile for heads of this size, and room for so many keys."""
-    return dim in TILES and tokens <= MAX_TOKENS
+    """Whether heads of this size are known, and there is room for so many keys."""
+    return dim in PARTS and tokens <= MAX_TOKENS
 
 
 def attention_whole_head(qkv: torch.Tensor, bias: torch.Tensor | None, heads: int) -> torch.Tensor:
@@ -173,7 +176,8 @@ def attention_whole_head(qkv: torch.Tensor, bias: torch.Tensor | None, heads: in
     out = torch.empty((batch, tokens, width // 3), dtype=qkv.dtype, device=qkv.device)
     if out.numel() == 0:
         return out
-    dim, rest, block, step, warps, stages = TILES[size]
+    dim, rest = PARTS[size]
+    block, step, warps, stages = tile("whole heads", (size, tokens), qkv.device, TILE)
     left = tokens % step
     with torch.cuda.device_of(qkv):
         traced(_attention_whole_head)[(batch * heads,)](

@@ -1,0 +1,301 @@
+"""DeiT III: the paper's values, the loss, models and their ablations, fine-tuning, what is exported."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.layers import DropPath
+from timm.loss import BinaryCrossEntropy
+
+from quickvit import CheckpointError, load_checkpoint
+from quickvit.data import Mixing
+from quickvit.data.preprocessing import preprocessing
+from quickvit.recipes import Deit3, Deit3Config
+from quickvit.recipes.deit3 import bce_loss, build_model, resolve, train
+from quickvit.train import RunConfig, World
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SMALL = {"embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    generator = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for label in range(6):
+            place = folder / split / str(label)
+            place.mkdir(parents=True)
+            for i in range(3):
+                pixels = generator.integers(40 * label, 40 * label + 50, (20, 20, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"{i}.png")
+    return folder
+
+
+@pytest.fixture
+def config(images, tmp_path):
+    """A configuration for small images, trained for two short epochs."""
+    return Deit3Config(
+        model="quickvit_i8_tiny_patch16_224",
+        data=str(images),
+        out=tmp_path / "run",
+        img_size=16,
+        patch_size=4,
+        model_args=SMALL,
+        epochs=2,
+        warmup_epochs=1,
+        batch_size=6,
+        run=RunConfig(workers=0, device="cpu"),
+    )
+
+
+def paper(name, images, **changes):
+    config = Deit3Config(model=name, data=str(images), out=Path("run"), steps_per_epoch=625, **changes)
+    return resolve(config, CUDA)
+
+
+# ---------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    ("name", "drop_path"), [("quickvit_h8_large_patch16_224", 0.4), ("quickvit_i8_huge_patch14_224", 0.5)]
+)
+def test_the_values_of_the_papers_table(images, name, drop_path):
+    config = paper(name, images)
+    assert config.drop_path == drop_path
+    assert (config.batch_size, config.optimizer, config.learning_rate) == (2048, "lamb", 3e-3)
+    assert (config.weight_decay, config.epochs, config.warmup_epochs) == (0.02, 400, 5)
+    assert (config.repeats, config.clip, config.mixup, config.cutmix) == (3, 1.0, 0.8, 1.0)
+    assert (config.color_jitter, config.loss, config.three_augment) == (0.3, "bce", True)
+    # Beyond the table.
+    assert (config.warmup_learning_rate, config.final_learning_rate) == (1e-6, 1e-5)
+    assert (config.smoothing, config.crop_ratio, config.layer_scale) == (0.0, 1.0, 1e-4)
+    assert (config.img_size, config.precision, config.average) == (224, "bf16", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "decay", "drop_path"),
+    [
+        ("quickvit_h8_tiny_patch16_224", 4e-3, 0.05, 0.0),
+        ("vit_small_patch16_224", 4e-3, 0.05, 0.05),
+        ("baseline_base_patch16_224", 3e-3, 0.05, 0.2),
+        ("deit3_large_patch16_224", 3e-3, 0.02, 0.4),
+        ("quickvit_d8_giant_patch14_224", 3e-3, 0.02, 0.5),
+    ],
+)
+def test_values_by_size(images, name, rate, decay, drop_path):
+    config = paper(name, images)
+    assert (config.learning_rate, config.weight_decay, config.drop_path) == (rate, decay, drop_path)
+
+
+def test_fine_tuning_has_values_of_its_own(images):
+    config = paper("baseline_large_patch16_224", images, finetune=Path("model.safetensors"), img_size=384)
+    assert (config.epochs, config.batch_size, config.optimizer, config.learning_rate) == (
+        20,
+        512,
+        "adamw",
+        1e-5,
+    )
+    assert (config.weight_decay, config.smoothing, config.loss, config.repeats) == (0.1, 0.1, "ce", 1)
+    assert (config.drop_path, config.img_size) == (0.45, 384)
+
+
+def test_what_is_given_is_kept(images):
+    config = paper("quickvit_h8_large_patch16_224", images, learning_rate=1e-3, drop_path=0.0, loss="ce")
+    assert (config.learning_rate, config.drop_path, config.loss) == (1e-3, 0.0, "ce")
+
+
+def test_precision_and_classes_follow_from_device_and_data(config):
+    assert resolve(config, CPU).precision == "float32"
+    assert resolve(config, CUDA).precision == "bf16"
+    assert resolve(config, CPU).classes == 6
+    assert resolve(config, CPU).steps_per_epoch == 3
+    assert resolve(replace(config, classes=9), CPU).classes == 9
+    assert resolve(resolve(config, CPU), CPU) == resolve(config, CPU)
+
+
+def test_a_batch_larger_than_the_data(config):
+    with pytest.raises(ValueError, match=r"batch_size must be at most the 18 images of .*train, got 2048"):
+        resolve(replace(config, batch_size=None), CPU)
+
+
+def test_open_values_are_an_error(config):
+    with pytest.raises(ValueError, match=r"open values; call resolve\(\) first"):
+        Deit3(config)
+
+
+# ---------------------------------------------------------------------- loss
+
+
+def test_the_loss_is_timms():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(8, 6), torch.randint(6, (8,))
+    reference = BinaryCrossEntropy(smoothing=0.0, target_threshold=0.0)
+    _, mixed = Mixing(6)(torch.zeros(8, 3, 4, 4), labels, seed=0)
+    assert ((mixed > 0) & (mixed < 1)).any()
+    torch.testing.assert_close(bce_loss(logits, mixed), reference(logits, mixed))
+    one_hot = torch.nn.functional.one_hot(labels, 6).float()
+    torch.testing.assert_close(bce_loss(logits, one_hot), reference(logits, labels))
+
+
+@pytest.mark.parametrize("loss", ["bce", "ce"])
+def test_the_loss_of_a_batch(config, loss):
+    recipe = Deit3(resolve(replace(config, loss=loss, drop_path=0.0), CPU))
+    batch = next(recipe.batches(0, World()))
+    assert batch.images.shape == (6, 3, 16, 16)
+    assert batch.targets.shape == (6, 6)
+    value, _ = recipe.loss(batch, 0)
+    logits = recipe.modules["model"](batch.images)
+    expected = {
+        "bce": BinaryCrossEntropy(smoothing=0.0, target_threshold=0.0),
+        "ce": torch.nn.CrossEntropyLoss(),
+    }
+    torch.testing.assert_close(value, expected[loss](logits, batch.targets))
+
+
+# ---------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("octic_depth", [0, 1, 2])
+def test_octic_depth(config, octic_depth):
+    model = build_model(resolve(replace(config, octic_depth=octic_depth), CPU))
+    assert model.octic_depth == octic_depth
+
+
+@pytest.mark.parametrize(
+    "invariant",
+    ["power_spectrum", "polynomial", "triple_correlation", "linear", "max_filter", "canonical"],
+)
+def test_invariants(config, invariant):
+    recipe = Deit3(resolve(replace(config, invariant=invariant), CPU))
+    assert recipe.modules["model"].config["invariant"] == invariant
+    loss, _ = recipe.loss(next(recipe.batches(0, World())), 0)
+    loss.backward()
+    assert all(p.grad is not None for p in recipe.modules["model"].parameters())
+
+
+def test_free_lift(config):
+    model = build_model(resolve(replace(config, model="quickvit_h8_tiny_patch16_224", lift="free"), CPU))
+    assert model.config["lift"] == "free"
+
+
+@pytest.mark.parametrize(
+    "name", ["quickvit_h8_tiny_patch16_224", "vit_tiny_patch16_224", "baseline_tiny_patch16_224"]
+)
+def test_stochastic_depth_is_the_same_everywhere(config, name):
+    model = build_model(resolve(replace(config, model=name, drop_path=0.3), CPU))
+    if name.startswith("quickvit"):
+        assert model.config["drop_path_rate"] == 0.3
+        assert model.config["uniform_drop_path"]
+        assert {block.drop_path for block in model.blocks[:1]} == {0.3}
+    rates = {module.drop_prob for module in model.modules() if isinstance(module, DropPath)}
+    assert rates == {0.3}
+    assert sum(isinstance(module, DropPath) for module in model.modules()) == (
+        2 if name.startswith("quickvit") else 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "vit_tiny_patch16_224", "octic_depth": 1}, "octic_depth is for Quick ViTs"),
+        ({"model": "baseline_tiny_patch16_224", "lift": "free"}, "lift is for Quick ViTs"),
+        ({"model": "quickvit_i8_tiny_patch61_224"}, "did you mean quickvit_i8_tiny_patch16_224"),
+        ({"octic_depth": 3}, "octic_depth must be between 0 and 2, got 3"),
+        ({"invariant": "cubic"}, "unknown invariant 'cubic'"),
+        ({"lift": "free"}, "a free lift breaks the invariance"),
+        ({"model_args": {"width": 3}}, "cannot build quickvit_i8_tiny_patch16_224 with .*width"),
+        ({"img_size": 30}, "30×30 pixels is not divisible into patches of 4"),
+    ],
+)
+def test_wrong_models(config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(replace(config, **changes), CPU)
+
+
+def test_the_same_seed_gives_the_same_weights(config):
+    state = torch.get_rng_state()
+    first, second, other = (
+        Deit3(resolve(replace(config, seed=seed), CPU)).modules["model"].state_dict() for seed in (1, 1, 2)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def test_a_run_and_what_it_leaves(config):
+    outcome = train(replace(config, average=0.5), command="quickvit train deit3")
+    assert outcome.steps == 6
+    assert set(outcome.evaluations[-1][1]) == {"top1", "top5", "average_top1", "average_top5"}
+    assert {path.name for path in config.out.iterdir()} == {
+        *("checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "starts.jsonl")
+    }
+    model = load_checkpoint(config.out / "model.safetensors")
+    assert model.config["img_size"] == (16, 16)
+    transform = preprocessing(model)
+    assert (transform.size, transform.crop_ratio, transform.interpolation) == ((16, 16), 1.0, "bicubic")
+
+
+def test_evaluation_counts_every_image_once(config):
+    recipe = Deit3(resolve(replace(config, batch_size=4), CPU))
+    model = recipe.modules["model"].eval()
+    numbers = recipe.evaluate(World())
+    from quickvit.data import EvalLoader, eval_transform, open_source
+
+    batch = next(iter(EvalLoader(open_source(config.data, "val"), eval_transform(16), batch_size=18)))
+    with torch.no_grad():
+        guesses = model(batch.images).topk(5).indices == batch.targets[:, None]
+    assert numbers["top1"] == pytest.approx(guesses[:, 0].double().mean().item())
+    assert numbers["top5"] == pytest.approx(guesses.any(1).double().mean().item())
+
+
+def test_data_without_validation_is_not_evaluated(config, images):
+    recipe = Deit3(resolve(replace(config, data=str(images / "train")), CPU))
+    assert recipe.evaluate(World()) == {}
+
+
+@pytest.mark.parametrize("name", ["quickvit_i8_tiny_patch16_224", "vit_tiny_patch16_224"])
+def test_fine_tuning_at_another_resolution(config, name, tmp_path):
+    config = replace(config, model=name, epochs=1)
+    train(config)
+    start = config.out / "model.safetensors"
+    other = replace(config, out=tmp_path / "finetuned", finetune=start, img_size=24, learning_rate=0.0)
+    model = build_model(resolve(other, CPU)).eval()
+    if name.startswith("quickvit"):
+        before = load_checkpoint(start)
+        before.set_input_size(24)
+    else:
+        from safetensors.torch import load_file
+
+        arguments = {**SMALL, "patch_size": 4, "num_classes": 6, "init_values": 1e-4}
+        before = timm.create_model(name, img_size=16, **arguments)
+        before.load_state_dict(load_file(start))
+        before.set_input_size(24)
+    image = torch.randn(2, 3, 24, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(model(image), before.eval()(image), rtol=1e-4, atol=1e-5)
+    assert train(other).steps == 3
+
+
+def test_fine_tuning_on_other_classes(config, tmp_path):
+    train(replace(config, epochs=1))
+    start = config.out / "model.safetensors"
+    other = resolve(replace(config, out=tmp_path / "other", finetune=start, classes=4), CPU)
+    model, before = build_model(other), load_checkpoint(start)
+    assert model.head.weight.shape == (4, 32)
+    assert torch.equal(model.blocks[0].attn.qkv.weight_1, before.blocks[0].attn.qkv.weight_1)
+
+
+def test_fine_tuning_another_model(config, tmp_path):
+    train(replace(config, epochs=1))
+    start = config.out / "model.safetensors"
+    other = replace(config, finetune=start, model="quickvit_h8_tiny_patch16_224")
+    with pytest.raises(CheckpointError, match=r"does not fit the model: unexpected invariant\.proj"):
+        build_model(resolve(other, CPU))

@@ -1,0 +1,79 @@
+"""Runs that are interrupted at any moment end as those that are not."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import tiny_runs
+
+EPOCHS = 8
+
+
+@pytest.fixture(scope="module")
+def whole(images, tmp_path_factory):
+    """The run that nobody disturbs."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    assert tiny_runs.run(tiny_runs.config(images, out, epochs=EPOCHS)) == 0
+    return out
+
+
+def wait_for(out, step, process):
+    """Wait until a run has logged so many updates."""
+    while process.is_alive() and tiny_runs.last_step(out) < step:
+        time.sleep(0.002)
+
+
+def killed_and_resumed(images, out, workers, kills, seed):
+    """Kill a run at random moments, then let it end; how many of the moments lay within a save."""
+    config = tiny_runs.config(images, out, {"workers": workers}, epochs=EPOCHS)
+    generator = random.Random(seed)
+    total = EPOCHS * tiny_runs.STEPS_PER_EPOCH
+    within = 0
+    for step in sorted(generator.sample(range(total), kills)):
+        process = tiny_runs.start(config, slow=0.01)
+        wait_for(out, step, process)
+        time.sleep(generator.expovariate(100))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        within += any((out / "checkpoints").glob(".step-*"))
+    assert tiny_runs.run(config) == 0
+    return within
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_and_resumed(images, whole, tmp_path, workers):
+    killed_and_resumed(images, tmp_path / "run", workers, kills=4, seed=workers)
+    tiny_runs.assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2, 4])
+def test_killed_at_twenty_moments_and_resumed(images, whole, tmp_path, workers):
+    within = killed_and_resumed(images, tmp_path / "run", workers, kills=20, seed=workers)
+    tiny_runs.assert_same_run(tmp_path / "run", whole)
+    assert within > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_asks_to_be_started_again(images, whole, tmp_path, number):
+    out = tmp_path / "run"
+    config = tiny_runs.config(images, out, {"save_every": 1000}, epochs=EPOCHS)
+    process = tiny_runs.start(config)
+    wait_for(out, 3, process)
+    os.kill(process.pid, number)
+    process.join()
+    assert tiny_runs.finished(process, config) == 75
+    (saved,) = (out / "checkpoints").iterdir()
+    assert 3 <= int(saved.name.removeprefix("step-")) == tiny_runs.last_step(out) < 40
+    assert not (out / "model.safetensors").exists()
+    assert tiny_runs.run(config) == 0
+    tiny_runs.assert_same_run(out, whole)
+
+
+def test_a_finished_run_stays_as_it_is(images, whole):
+    before = tiny_runs.metrics(whole)
+    assert tiny_runs.run(tiny_runs.config(images, whole, epochs=EPOCHS)) == 0
+    assert tiny_runs.metrics(whole) == before
+    assert len((whole / "starts.jsonl").read_text().splitlines()) == 2
