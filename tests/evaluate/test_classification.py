@@ -137,6 +137,12 @@ def test_classes_that_cannot_be_learned_are_named(train, test_set):
         ValueError, match=rf"test/{place}\.png is of the class 'c', of which train has no readable"
     ):
         require_known_classes(few, [test_set])
+    for number in (-1, 3):
+        targets = test_set.targets.clone()
+        targets[7] = number
+        numbered = Features(test_set.arrays, targets, test_set.indices, test_set.source)
+        with pytest.raises(ValueError, match=rf"test/7\.png has the class number {number}; expected 0 … 2"):
+            require_known_classes(train, [numbered])
     other = Features(test_set.arrays, test_set.targets, test_set.indices, Named(120, "other", ("a", "b")))
     with pytest.raises(ValueError, match="other has 2 classes, train has 3"):
         require_known_classes(train, [other])

@@ -13,6 +13,7 @@ from quickvit.data.segmentation import open_segmentation
 from quickvit.evaluate import segmentation as module
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.extract import Extraction
+from quickvit.evaluate.rotation import Pose
 from quickvit.evaluate.segmentation import (
     SegmentationData,
     SegmentationProtocol,
@@ -189,6 +190,34 @@ def test_a_second_time_everything_comes_from_the_cache(folder, tmp_path, monkeyp
     again = load_segmentation(backbone, source, how)
     assert torch.equal(first.features, again.features)
     assert torch.equal(first.masks, again.masks)
+
+
+def test_a_mask_that_changed_is_read_again(folder, tmp_path):
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 2}
+    backbone, how = (
+        Backbone(QuickVisionTransformer(family="h8", **options), "tiny"),
+        Extraction(tmp_path / "cache"),
+    )
+    first = load_segmentation(backbone, open_segmentation(folder), how).masks
+    Image.new("L", (48, 40), 9).save(folder / "annotations" / "train" / "0.png")
+    again = load_segmentation(backbone, open_segmentation(folder), how).masks
+    assert (again[0] == 9).all()
+    assert torch.equal(first[1:], again[1:])
+
+
+def test_masks_turn_with_their_images(folder, tmp_path):
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2}
+    backbone = Backbone(randomize(QuickVisionTransformer(family="i8", **options)), "tiny")
+    source, how = open_segmentation(folder), Extraction(tmp_path / "cache")
+    upright = load_segmentation(backbone, source, how)
+    turned = load_segmentation(backbone, source, how, pose=Pose(90.0, mirror=True))
+    assert torch.equal(turned.masks, upright.masks.flip(2).rot90(1, (1, 2)))
+    torch.testing.assert_close(
+        turned.features, upright.features.flip(2).rot90(1, (1, 2)), rtol=1e-3, atol=1e-3
+    )
+    tilted = load_segmentation(backbone, source, how, pose=Pose(45.0))
+    assert (tilted.masks[:, 0, 0] == 255).all()
+    assert tilted.ignored == (255,)
 
 
 def test_a_mask_that_does_not_fit_names_the_file(folder, tmp_path):

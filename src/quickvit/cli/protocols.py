@@ -31,6 +31,7 @@ from quickvit.evaluate.extract import Features
 from quickvit.evaluate.metrics import accuracy, balanced_accuracy, confusion_matrix, weighted_f1
 from quickvit.evaluate.rotation import UPRIGHT
 from quickvit.evaluate.segmentation import SegmentationData, SegmentationScores, Segmenter, from_patches
+from quickvit.models import ViT
 
 METRICS = {"weighted_f1": weighted_f1, "accuracy": accuracy, "balanced_accuracy": balanced_accuracy}
 # The data sets of the paper's table.
@@ -139,7 +140,8 @@ def everything(arguments: Namespace) -> int:
     if not any(arguments[place] for place in PLACES):
         raise ValueError(f"give at least one of {', '.join(f'--{place}' for place in PLACES)}")
     with freeze(arguments) as frozen:
-        gmacs = count(frozen.backbone.model).macs / 1e9
+        model = frozen.backbone.model
+        gmacs = count(model).macs / 1e9 if isinstance(model, ViT) else None
         row: dict[str, float | None] = {}
         for place in PLACES:
             given = Namespace(data=arguments[place])
@@ -163,7 +165,7 @@ def everything(arguments: Namespace) -> int:
     else:
         cells = [NOTHING if value is None else f"{100 * value:.1f}" for value in row.values()]
         header = ["model", "GMACs", *(key.replace("knn", "k-NN") for key in row)]
-        print_table(header, [[arguments.model, f"{gmacs:.1f}", *cells]])
+        print_table(header, [[arguments.model, NOTHING if gmacs is None else f"{gmacs:.1f}", *cells]])
     return 0
 
 

@@ -80,21 +80,27 @@ def open_splits(spec: str | Path, test: str | None = None) -> Splits:
 
 
 def require_known_classes(train: Features, others: Sequence[Features]) -> None:
-    """Refuse samples of which there is nothing to learn, and say which."""
+    """Refuse samples of no class, and of classes of which there is nothing to learn, by name."""
     for features in (train, *others):
-        source = features.source
-        if not source.classes or source.classes != train.source.classes:
+        source, known = features.source, train.source.classes
+        if not known or source.classes != known:
             raise ValueError(
-                f"{source.name} has {len(source.classes)} classes, {train.source.name} has "
-                f"{len(train.source.classes)}; expected the same ones, and some"
+                f"{source.name} has {len(source.classes)} classes, {train.source.name} has {len(known)}; "
+                "expected the same ones, and some"
+            )
+        outside = (features.targets < 0) | (features.targets >= len(known))
+        if outside.any():
+            place = int(outside.nonzero()[0])
+            raise ValueError(
+                f"{source.describe(int(features.indices[place]))} has the class number "
+                f"{int(features.targets[place])}; expected 0 … {len(known) - 1}"
             )
         unknown = ~torch.isin(features.targets, train.targets)
         if unknown.any():
             place = int(unknown.nonzero()[0])
-            label = source.classes[int(features.targets[place])]
             raise ValueError(
-                f"{source.describe(int(features.indices[place]))} is of the class {label!r}, of which "
-                f"{train.source.name} has no readable image"
+                f"{source.describe(int(features.indices[place]))} is of the class "
+                f"{known[int(features.targets[place])]!r}, of which {train.source.name} has no readable image"
             )
 
 

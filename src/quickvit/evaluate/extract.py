@@ -118,18 +118,22 @@ def extract(
     return Features(arrays, targets, indices, source)
 
 
-def describe_source(source: Source) -> str:
-    """A digest of what a source holds: all names and, where it has them at hand, targets; size and time of change of
-    at most 10,000 of its files."""
+def describe_source(source: Source, name: Callable[[int], str] | None = None) -> str:
+    """A digest of what a source holds, by which its features are found again.
+
+    All names (by default of the samples) and, where the source has them at hand, targets; of at most 10,000 of its
+    files also size and time of change.
+    """
+    name = name or source.describe
     digest = blake2b(repr((source.name, source.classes, len(source))).encode(), digest_size=16)
     targets = getattr(source, "targets", None)
     digest.update(b"" if targets is None else repr(list(map(int, targets))).encode())
     step = -(-len(source) // INSPECTED)
     for index in range(len(source)):
-        name = source.describe(index)
-        digest.update(os.fsencode(name) + b"\0")
-        if index % step == 0 and os.path.isfile(name):
-            status = os.stat(name)
+        path = name(index)
+        digest.update(os.fsencode(path) + b"\0")
+        if index % step == 0 and os.path.isfile(path):
+            status = os.stat(path)
             digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
     return digest.hexdigest()
 

@@ -136,7 +136,8 @@ def load_segmentation(
     extraction = extraction or Extraction()
     transform = squeezed(backbone)
     found = extract(backbone, source, transform, extraction, dense=True, pose=pose, circle=circle)
-    key = {"masks": describe_source(source), "labels": source.labels, "ignored": source.ignored}
+    masks_of = describe_source(source, source.describe_mask)
+    key = {"masks": masks_of, "labels": source.labels, "ignored": source.ignored}
     specs = {MASK: Spec(transform.size, torch.uint8)}
     store = ArrayStore(extraction.root, "masks", key, len(source), specs)
     store.fill(partial(_read_masks, source, transform.size, extraction), extraction.world)
