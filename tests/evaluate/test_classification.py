@@ -11,7 +11,6 @@ from quickvit import QuickVisionTransformer
 from quickvit.data import open_source
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.classification import (
-    confusions,
     fit_hematology,
     fit_knn,
     fit_linear,
@@ -67,7 +66,7 @@ def test_set():
 
 
 def scores(classifier, test):
-    return {name: accuracy(confusion) for name, confusion in confusions(classifier, test).items()}
+    return {name: accuracy(test.confusion(labels)) for name, labels in classifier.predict(test).items()}
 
 
 def test_the_number_of_neighbours_is_chosen_on_what_is_held_out(train, test_set):

@@ -23,6 +23,7 @@ from quickvit.evaluate.segmentation import (
     load_segmentation,
     to_patches,
 )
+from quickvit.evaluate.selection import hold_out
 from quickvit.testing import randomize
 
 GRID, PATCH, WIDTH = (3, 2), 4, 6
@@ -75,7 +76,7 @@ class Oracle:
     """The protocol with scikit-learn's parts."""
 
     def __init__(self, train, test):
-        fitted, held = module._hold_out(len(train.masks), PROTOCOL)
+        fitted, held = hold_out(torch.zeros(len(train.masks)), PROTOCOL.fraction)
         mean, std = (
             getattr(train.features[fitted].flatten(0, 2).numpy(), name)(0) for name in ("mean", "std")
         )
@@ -141,9 +142,9 @@ def test_ignored_labels_count_only_as_classes_that_are_never_right(train, test_d
 
 
 def test_too_little_to_learn_from(train):
-    few = SegmentationData(train.features[:3], train.masks[:3], IGNORED, torch.arange(3))
-    with pytest.raises(ValueError, match="3 training images are too few to hold out"):
-        fit_segmentation(few, PROTOCOL)
+    one = SegmentationData(train.features[:1], train.masks[:1], IGNORED, torch.arange(1))
+    with pytest.raises(ValueError, match="nothing can be held out for choosing"):
+        fit_segmentation(one, PROTOCOL)
     ignored = SegmentationData(train.features, train.masks, (0, 1, 2, 5, 255), train.indices)
     with pytest.raises(ValueError, match="consists mostly of them"):
         fit_segmentation(ignored, PROTOCOL)

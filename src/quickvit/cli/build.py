@@ -8,6 +8,7 @@ from typing import Any
 
 import timm
 import torch
+from jsonargparse import Namespace
 from timm.models import is_model_in_modules
 from torch import Tensor, nn
 
@@ -95,6 +96,17 @@ def _of_run(folder: Path, state: dict[str, Tensor]) -> ViT:
     load_weights(model, state, source=str(folder / RESULT))
     assert isinstance(model, ViT)
     return model
+
+
+def load_named(arguments: Namespace) -> nn.Module:
+    """The model that a command line names, with the weights and at the image size that it gives."""
+    size = arguments.get("img_size")
+    return load_model(
+        arguments.model,
+        arguments.checkpoint,
+        pretrained=arguments.get("pretrained", False),
+        img_size=None if size is None else parse_size(size),
+    )
 
 
 def _resized(model: ViT, img_size: tuple[int, int] | None) -> ViT:

@@ -12,8 +12,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
-from quickvit.cli.arguments import PRECISIONS, add_evaluation
-from quickvit.cli.build import choose_device, load_model, parse_size
+from quickvit.cli.arguments import PRECISIONS, add_model
+from quickvit.cli.build import choose_device, load_named
 from quickvit.data import EvalTransform, Source
 from quickvit.data.listed import open_listed
 from quickvit.data.segmentation import SegmentationSource, open_segmentation
@@ -93,16 +93,13 @@ def freeze(arguments: Namespace) -> Iterator[Frozen]:
     """The model of a command line, on this process's device."""
     if arguments.device is not None:
         choose_device(arguments.device)
-    img_size = None if arguments.img_size is None else parse_size(arguments.img_size)
     with connected(arguments.device) as world:
         if not (arguments.pretrained or arguments.checkpoint or Path(arguments.model).exists()):
             # All processes must have the same.
             torch.manual_seed(0)
             if world.main:
                 print("quickvit: no --checkpoint given, the weights are random", file=sys.stderr)
-        model = load_model(
-            arguments.model, arguments.checkpoint, pretrained=arguments.pretrained, img_size=img_size
-        )
+        model = load_named(arguments)
         dtype = arguments.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
         backbone = Backbone(model, arguments.model, device=world.device, dtype=PRECISIONS[dtype])
         how = Extraction(
@@ -118,7 +115,7 @@ def freeze(arguments: Namespace) -> Iterator[Frozen]:
 
 def add_frozen(parser: ArgumentParser, dtype: str | None = None) -> None:
     """The arguments of `freeze`; `dtype` is the default, None for that of the device."""
-    add_evaluation(parser, dtype)
+    add_model(parser, dtype)
     parser.add_argument("--pretrained", action="store_true", help="timm's weights of a model that was named")
     parser.add_argument("--img-size", help="H or HxW, the model's own by default")
     parser.add_argument("--cache", help="folder for features; ~/.cache/quickvit/features by default")

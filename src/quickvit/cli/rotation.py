@@ -9,7 +9,7 @@ from jsonargparse import ArgumentParser, Namespace
 from torch import Tensor
 
 from quickvit.cli.accuracy import accuracies
-from quickvit.cli.arguments import add_poses
+from quickvit.cli.arguments import add_data, add_poses
 from quickvit.cli.command import Command
 from quickvit.cli.frozen import CLASSIFICATION, add_frozen, classify, freeze, segment
 from quickvit.cli.output import print_json, print_table
@@ -88,6 +88,7 @@ def _some_images(source: Source, transform: Transform) -> Tensor:
 
 def _add_rotation(parser: ArgumentParser) -> None:
     add_frozen(parser, dtype="float32")
+    add_data(parser)
     add_poses(parser)
     parser.add_argument("--protocol", choices=PROTOCOLS, default=PROTOCOLS[0], help="what is asked")
     parser.add_argument("--split", help="split that is tested")

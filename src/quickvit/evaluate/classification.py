@@ -16,11 +16,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quickvit.data import Source, open_source
-from quickvit.evaluate.extract import Features
+from quickvit.evaluate.extract import Features, image_vector
 from quickvit.evaluate.knn import NEIGHBOURS, TEMPERATURE, Metric, knn_predict
 from quickvit.evaluate.linear import LEARNING_RATES, Probe, Probes, ProbeTraining, probe_grid, train_probes
 from quickvit.evaluate.logistic import LogisticRegression, fit_logistic
-from quickvit.evaluate.metrics import confusion_matrix
 from quickvit.evaluate.selection import Trial, best, hold_out
 from quickvit.train.distributed import World
 
@@ -102,15 +101,6 @@ def require_known_classes(train: Features, others: Sequence[Features]) -> None:
                 f"{source.describe(int(features.indices[place]))} is of the class "
                 f"{known[int(features.targets[place])]!r}, of which {train.source.name} has no readable image"
             )
-
-
-def confusions(classifier: Classifier, features: Features) -> dict[str, Tensor]:
-    """The confusion matrix of each of a classifier's answers."""
-    classes = len(features.source.classes)
-    return {
-        name: confusion_matrix(features.targets, labels, classes)
-        for name, labels in classifier.predict(features).items()
-    }
 
 
 # ---------------------------------------------------------------------- nearest neighbours
@@ -267,13 +257,11 @@ def fit_logistic_grid(
     vectors = train.vector.to(device)
     rows, held, targets = _choose_on(train, val)
     learned, labels = (vectors, train.targets) if rows is None else (vectors[rows], train.targets[rows])
-    tested = held["class_1"] if "class_1" in held else held["average"]
     scores = {}
-    for c in tqdm(
-        cs[world.rank :: world.size], "logistic", unit="fit", disable=not (progress and world.main)
-    ):
+    mine = cs[world.rank :: world.size]
+    for c in tqdm(mine, "logistic regression", unit="fit", disable=not (progress and world.main)):
         fitted = fit_logistic(learned, labels, c, max_iterations=max_iterations)
-        scores[c] = _accuracy(fitted.predict(tested).cpu(), targets)
+        scores[c] = _accuracy(fitted.predict(image_vector(held)).cpu(), targets)
     for others in world.gather(scores):
         scores |= others
     trials = tuple(Trial({"c": c}, scores[c]) for c in cs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from quickvit.data import EvalLoader, Source, Transform
 from quickvit.data.loader import MAX_UNREADABLE
 from quickvit.evaluate.backbone import Backbone
+from quickvit.evaluate.metrics import confusion_matrix
 from quickvit.evaluate.rotation import UPRIGHT, Pose, cut_circle
 from quickvit.evaluate.store import PRESENT, ArrayStore, Rows, Spec, default_cache
 from quickvit.train.distributed import World
@@ -71,8 +72,17 @@ class Features:
 
     @property
     def vector(self) -> Tensor:
-        """What stands for an image: the last class token, or without one the average of the patches."""
-        return self.arrays.get("class_1", self.arrays["average"])
+        """What stands for an image."""
+        return image_vector(self.arrays)
+
+    def confusion(self, labels: Tensor) -> Tensor:
+        """The confusion matrix of labels [n] that were given to the samples."""
+        return confusion_matrix(self.targets, labels, len(self.source.classes))
+
+
+def image_vector(arrays: Mapping[str, Tensor]) -> Tensor:
+    """What stands for an image: the last class token, or without one the average of the patches."""
+    return arrays["class_1"] if "class_1" in arrays else arrays["average"]
 
 
 def extract(
