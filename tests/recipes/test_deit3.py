@@ -157,6 +157,22 @@ def test_the_loss_of_a_batch(config, loss):
     torch.testing.assert_close(value, expected[loss](logits, batch.targets))
 
 
+def test_bf16_is_autocast(config):
+    plain, mixed = (
+        Deit3(resolve(replace(config, precision=precision, drop_path=0.0), CPU))
+        for precision in ("float32", "bf16")
+    )
+    batch = next(plain.batches(0, World()))
+    losses = []
+    for recipe in (plain, mixed):
+        with recipe.autocast(CPU):
+            losses.append(recipe.loss(batch, 0)[0])
+    assert losses[0] != losses[1]
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=0.02)
+    assert losses[1].dtype == torch.float32
+    assert {p.dtype for p in mixed.modules["model"].parameters()} == {torch.float32}
+
+
 # ---------------------------------------------------------------------- models
 
 

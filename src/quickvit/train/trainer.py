@@ -245,11 +245,10 @@ class Trainer:
         if self.folder is not None:
             store = Store(self.folder / CAPTURED, self.world, self.run.keep)
             store.begin(step, self.state(), self._about(), own=batch._asdict())
-            store.settle()
-            path = store.folder / f"step-{step:08d}"
-            message += f"; its batch was captured, see `quickvit train replay {path}`"
-            if self.store is not None:
-                self.store.settle()
+            if store.settle():
+                message += f"; its batch was captured, see `quickvit train replay {store.path(step)}`"
+        if self.store is not None:
+            self.store.settle()
         self.nonfinite += 1
         if self.nonfinite > self.run.max_nonfinite:
             raise NonFinite(message)
