@@ -1,5 +1,7 @@
 """Protocols of classification: what is chosen on what, and i8 features that lose exactly nothing in a turn."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -158,7 +160,7 @@ class TestSplits:
                 for name in "ab":
                     path = tmp_path / split / name / f"{split}.png"
                     path.parent.mkdir(parents=True)
-                    Image.new("RGB", (4, 4)).save(path)
+                    Image.new("RGB", (4, 4), (len(split), 0, 0)).save(path)
             return tmp_path
 
         return make
@@ -172,6 +174,13 @@ class TestSplits:
         splits = open_splits(folder("train", other))
         assert splits.val is None
         assert splits.test.name.endswith(other)
+
+    def test_a_test_split_of_two_names_is_one(self, monkeypatch):
+        def open_named(spec, split):
+            return replace(open_source(spec, split), name=split, numbers=np.arange(2000))
+
+        monkeypatch.setattr("quickvit.evaluate.classification.open_source", open_named)
+        assert open_splits("digits").val is None
 
     def test_the_test_can_be_named(self, folder):
         splits = open_splits(folder("train", "val", "test"), "val")
