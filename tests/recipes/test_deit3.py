@@ -93,7 +93,7 @@ def test_values_by_size(images, name, rate, decay, drop_path):
 
 
 def test_fine_tuning_has_values_of_its_own(images):
-    config = paper("quickvit_h8_large_patch16_224", images, finetune=Path("model.safetensors"), img_size=384)
+    config = paper("baseline_large_patch16_224", images, finetune=Path("model.safetensors"), img_size=384)
     assert (config.epochs, config.batch_size, config.optimizer, config.learning_rate) == (
         20,
         512,
@@ -155,6 +155,22 @@ def test_the_loss_of_a_batch(config, loss):
         "ce": torch.nn.CrossEntropyLoss(),
     }
     torch.testing.assert_close(value, expected[loss](logits, batch.targets))
+
+
+def test_bf16_is_autocast(config):
+    plain, mixed = (
+        Deit3(resolve(replace(config, precision=precision, drop_path=0.0), CPU))
+        for precision in ("float32", "bf16")
+    )
+    batch = next(plain.batches(0, World()))
+    losses = []
+    for recipe in (plain, mixed):
+        with recipe.autocast(CPU):
+            losses.append(recipe.loss(batch, 0)[0])
+    assert losses[0] != losses[1]
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=0.02)
+    assert losses[1].dtype == torch.float32
+    assert {p.dtype for p in mixed.modules["model"].parameters()} == {torch.float32}
 
 
 # ---------------------------------------------------------------------- models
@@ -246,8 +262,7 @@ def test_a_run_and_what_it_leaves(config):
 def test_evaluation_counts_every_image_once(config):
     recipe = Deit3(resolve(replace(config, batch_size=4), CPU))
     model = recipe.modules["model"].eval()
-    with torch.no_grad():
-        numbers = recipe.evaluate(World())
+    numbers = recipe.evaluate(World())
     from quickvit.data import EvalLoader, eval_transform, open_source
 
     batch = next(iter(EvalLoader(open_source(config.data, "val"), eval_transform(16), batch_size=18)))

@@ -142,6 +142,14 @@ def other_format(path):
     rewrite_manifest(path, lambda content: content.update(format="torch"))
 
 
+def other_step(path):
+    rewrite_manifest(path, lambda content: content.update(step=7))
+
+
+def no_step(path):
+    rewrite_manifest(path, lambda content: content.update(step="two"))
+
+
 def foreign_manifest(path):
     (path / MANIFEST).write_text("[]")
 
@@ -236,6 +244,8 @@ def with_other_pieces(path):
         (foreign_manifest, "its manifest is damaged or foreign"),
         (other_format, "its format is 'torch', expected 'quickvit training state 1'"),
         (unknown_key, "its manifest is damaged or foreign: .* 'run'"),
+        (other_step, "it is of step 7"),
+        (no_step, "its manifest is damaged or foreign: step and about are of other types"),
         (escaping, "names files that no rank writes: .*secret"),
         (without_checksum, "its manifest is damaged or foreign: 'bytes'"),
         (pickled, "rank-00000.safetensors is not a safetensors file"),

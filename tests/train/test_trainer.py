@@ -3,9 +3,11 @@
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -184,6 +186,19 @@ def test_metrics_of_updates_that_are_repeated_are_written_once(run, tmp_path):
         file.write('{"step": 13, "lo')  # cut off by a kill
     Trainer(Distillation(), run, tmp_path).fit()
     assert [(row["step"], row.get("loss")) for row in read_metrics(tmp_path)] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="TorchInductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_modules_learn_the_same(run, tmp_path):
+    losses = []
+    for mode in ("none", "default"):
+        recipe = Distillation()
+        recipe.modules["student"][2].p = 0.0  # drawn differently
+        Trainer(recipe, replace(run, compile=mode), tmp_path / mode).fit()
+        losses.append([row["loss"] for row in read_metrics(tmp_path / mode) if "loss" in row])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 # ---------------------------------------------------------------------- stopping

@@ -56,6 +56,8 @@ def _replay(arguments: Namespace) -> int:
 
     folder = Path(arguments.capture)
     about = read_capture(folder)
+    if about.get("recipe") not in RECIPES:
+        raise ValueError(f"{folder} is of a recipe that this version does not know: {about.get('recipe')!r}")
     settings = {**about["settings"], "data": "", "out": str(folder)}
     result = replay(
         _rebuild(RECIPES[about["recipe"]], settings),

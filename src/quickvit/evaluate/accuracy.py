@@ -39,7 +39,8 @@ class AccuracyReport:
     unreadable: tuple[tuple[str, str], ...]
 
 
-@torch.inference_mode()
+# Not in inference mode: weights that FSDP gathers in it would be unfit for training afterwards.
+@torch.no_grad()
 def measure_accuracy(
     model: nn.Module,
     source: Source,
@@ -61,7 +62,8 @@ def measure_accuracy(
     if not source.classes:
         raise ValueError(f"{source.name} has no classes to be right about")
     world = world or World()
-    device = next(model.parameters()).device
+    weight = next(model.parameters())
+    device = weight.device
     loader = EvalLoader(
         source,
         transform,
@@ -84,7 +86,7 @@ def measure_accuracy(
         for batch in world.together(tqdm(loader, f"accuracy on {source.name}", unit="batch", disable=quiet)):
             images += 0 if batch is None else len(batch.images)
             shown, targets, indices = batch or idle
-            shown = cut_circle(shown) if circle else shown
+            shown = (cut_circle(shown) if circle else shown).to(weight.dtype)
             for row, pose in zip(counts, poses, strict=True):
                 with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
                     logits = model(pose.show(shown, indices, seed))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -21,7 +22,6 @@ from torch.optim import Optimizer
 
 from quickvit.data import (
     Batch,
-    EvalLoader,
     Mixing,
     TrainLoader,
     declare_preprocessing,
@@ -29,10 +29,12 @@ from quickvit.data import (
     eval_transform,
     open_source,
 )
+from quickvit.evaluate.accuracy import measure_accuracy
 from quickvit.models import QuickVisionTransformer, ViT, create_model
 from quickvit.models.checkpoints import (
     load_weights,
     read_checkpoint,
+    restore,
     save_checkpoint,
     save_weights,
 )
@@ -53,6 +55,9 @@ from quickvit.train import (
 from quickvit.train.optimizers import OptimizerName
 
 MODEL = "model.safetensors"
+ModelArguments = dict[str, int | float | str | bool | None]
+# Training, evaluation and the number of classes read the same source, and listing a large folder takes its time.
+_open_source = lru_cache(open_source)
 # Width from which on a row holds: learning rate, weight decay, stochastic depth, images that share a draw of mixing.
 # ViT-L and ViT-H: Quick ViTs, table of hyperparameters. ViT-S and ViT-B: DeiT III's commands. Nobody publishes
 # ViT-Ti; it has the values of ViT-S without stochastic depth. Mixing is drawn once per GPU there.
@@ -111,7 +116,7 @@ class Deit3Config:
     """free for the paper's ablation without symmetry in the patch embedding (h8 and h2)."""
     layer_scale: float = 1e-4
     """Initial layer scale (DeiT III)."""
-    model_args: dict[str, int | float | str | bool | None] | None = None
+    model_args: ModelArguments | None = None
     """Further arguments of the model, for example {"depth": 6}."""
     epochs: int | None = None
     """400 (Quick ViTs), 20 for fine-tuning (DeiT III)."""
@@ -181,7 +186,7 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
     if config.finetune is not None:
         defaults |= {**FINETUNING, "drop_path": _row(FINETUNING_DROP_PATH, width)}
     known = {name: value for name in defaults if (value := getattr(config, name)) is not None}
-    source = open_source(config.data, "train")
+    source = _open_source(config.data, "train")
     batch_size = {**defaults, **known}["batch_size"]
     steps = config.steps_per_epoch or len(source) // batch_size
     if not steps:
@@ -194,6 +199,7 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
     resolved = {
         **defaults,
         **known,
+        "model_args": _with_positions(config),
         "classes": config.classes or len(source.classes),
         "steps_per_epoch": steps,
         "precision": precision,
@@ -221,7 +227,8 @@ class Deit3(Recipe):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             model = build_model(config).to(self.dtype)
-        declare_preprocessing(model, eval_transform(config.img_size, config.crop_ratio))
+        self.transform = eval_transform(config.img_size, config.crop_ratio)
+        declare_preprocessing(model, self.transform)
         self.modules = {"model": model}
         if config.average is not None:
             self.modules["average"] = averaged_copy(model)
@@ -253,7 +260,7 @@ class Deit3(Recipe):
         """Augmented and mixed images with their mixed targets."""
         config = self.config
         loader = TrainLoader(
-            open_source(config.data, "train"),
+            _open_source(config.data, "train"),
             deit3_transform(
                 config.img_size, color_jitter=config.color_jitter, three_augment=config.three_augment
             ),
@@ -290,31 +297,25 @@ class Deit3(Recipe):
         """Top-1 and top-5 accuracy on the validation split, if the data has one."""
         config = self.config
         try:
-            source = open_source(config.data, "val")
+            source = _open_source(config.data, "val")
         except FileNotFoundError:
             return {}
-        loader = EvalLoader(
-            source,
-            eval_transform(config.img_size, config.crop_ratio),
-            batch_size=max(1, self.batch_size // (world.size * config.run.accumulate)),
-            rank=world.rank,
-            world_size=world.size,
-            workers=config.run.workers,
-            device=world.device,
-        )
         numbers: dict[str, float] = {}
-        hits = {name: torch.zeros(3, device=world.device) for name in self.modules}
-        nothing = torch.zeros(1, 3, config.img_size, config.img_size, device=world.device)
-        for batch in world.together(loader):
-            images = nothing if batch is None else batch.images
-            for name, module in self.modules.items():
-                logits = bare(module)(images.to(self.dtype))
-                if batch is not None:
-                    hits[name] += _count_hits(logits, batch.targets)
-        for name, counts in hits.items():
-            top1, top5, total = world.sum(counts).tolist()
+        for name, module in self.modules.items():
+            report = measure_accuracy(
+                bare(module),
+                source,
+                self.transform,
+                world=world,
+                batch_size=max(1, self.batch_size // (world.size * config.run.accumulate)),
+                workers=config.run.workers,
+                dtype=torch.bfloat16 if self.precision == "bf16" else self.dtype,
+            )
             prefix = "" if name == "model" else f"{name}_"
-            numbers |= {f"{prefix}top1": top1 / total, f"{prefix}top5": top5 / total}
+            (accuracy,) = report.rows
+            numbers[f"{prefix}top1"] = accuracy.top1
+            if accuracy.top5 is not None:
+                numbers[f"{prefix}top5"] = accuracy.top5
         return numbers
 
     def export(self, folder: Path, world: World) -> None:
@@ -343,12 +344,9 @@ def bce_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def build_model(config: Deit3Config) -> ViT:
     """The model of a resolved configuration, with the weights of the checkpoint that it starts from."""
     if config.finetune is None:
-        return _create(config, _given(config.classes), drop_path=_given(config.drop_path))
-    state, theirs = read_checkpoint(config.finetune)
-    grid = None
-    if theirs is not None:
-        grid = theirs.get("pos_grid") or _side(theirs["img_size"]) // theirs["patch_size"]
-    model = _create(config, _given(config.classes), drop_path=_given(config.drop_path), pos_grid=grid)
+        return _create(config, _given(config.classes), _given(config.drop_path))
+    state, _ = read_checkpoint(config.finetune)
+    model = _create(config, _given(config.classes), _given(config.drop_path))
     if isinstance(model, VisionTransformer):
         state = checkpoint_filter_fn(state, model, interpolation="bicubic")
     own = model.state_dict()
@@ -360,7 +358,7 @@ def build_model(config: Deit3Config) -> ViT:
     return model
 
 
-def _create(config: Deit3Config, classes: int, *, drop_path: float = 0.0, pos_grid: int | None = None) -> ViT:
+def _create(config: Deit3Config, classes: int, drop_path: float = 0.0) -> ViT:
     ablation = {
         name: value
         for name in ("octic_depth", "invariant", "lift")
@@ -376,7 +374,7 @@ def _create(config: Deit3Config, classes: int, *, drop_path: float = 0.0, pos_gr
     if config.patch_size is not None:
         options["patch_size"] = config.patch_size
     if config.model.startswith("quickvit_"):
-        options |= {"drop_path_rate": drop_path, "uniform_drop_path": True, "pos_grid": pos_grid}
+        options |= {"drop_path_rate": drop_path, "uniform_drop_path": True}
     elif ablation:
         raise ValueError(f"{', '.join(ablation)} is for Quick ViTs, {config.model} is none")
     try:
@@ -390,11 +388,13 @@ def _create(config: Deit3Config, classes: int, *, drop_path: float = 0.0, pos_gr
     return model
 
 
-def _count_hits(logits: Tensor, targets: Tensor) -> Tensor:
-    """How often the class was the first guess, how often among five, and how many images there were."""
-    guesses = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
-    right = guesses == targets[:, None]
-    return torch.stack([right[:, 0].sum(), right.sum(), torch.tensor(len(targets), device=right.device)])
+def _with_positions(config: Deit3Config) -> ModelArguments | None:
+    """The model's arguments, with the grid of the positions that the checkpoint of a Quick ViT has learned."""
+    if config.finetune is None or not config.model.startswith("quickvit_"):
+        return config.model_args
+    state, theirs = read_checkpoint(config.finetune)
+    grid = restore(theirs, state, str(config.finetune)).pos_embed.grid_size
+    return {**(config.model_args or {}), "pos_grid": grid}
 
 
 def _row(table: Mapping[int, T], width: int) -> T:
@@ -406,7 +406,3 @@ def _given(value: T | None) -> T:
     if value is None:
         raise ValueError("the configuration has open values; call resolve() first")
     return value
-
-
-def _side(size: int | list[int]) -> int:
-    return size if isinstance(size, int) else max(size)

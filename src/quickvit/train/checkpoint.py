@@ -11,6 +11,7 @@ there too. So a folder with the final name is complete, whenever the process was
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -84,16 +85,24 @@ class Manifest:
             if content.get("format") != FORMAT:
                 raise CheckpointError(f"its format is {content.get('format')!r}, expected {FORMAT!r}")
             manifest = cls(**content)
-            names = list(manifest.files)
+            names = ", ".join(manifest.files)
+            if not isinstance(manifest.step, int) or not isinstance(manifest.about, dict):
+                raise TypeError("step and about are of other types")
         except OSError as error:
             raise CheckpointError(f"its manifest cannot be read: {error.strerror}") from error
         except CheckpointError:
             raise
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"its manifest is damaged or foreign: {error}") from error
-        if not all(re.fullmatch(r"rank-\d+\.safetensors", name) for name in names):
-            raise CheckpointError(f"its manifest names files that no rank writes: {', '.join(names)}")
+        if not all(re.fullmatch(r"rank-\d+\.safetensors", name) for name in manifest.files):
+            raise CheckpointError(f"its manifest names files that no rank writes: {names}")
+        if path.parent.name != _folder_name(manifest.step):
+            raise CheckpointError(f"it is of step {manifest.step}")
         return manifest
+
+
+def _folder_name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 class Store:
@@ -109,6 +118,10 @@ class Store:
         self.folder, self.world, self.keep = folder, world, keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._begun: tuple[Manifest, Future[dict[str, Any]]] | None = None
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint after so many updates lies."""
+        return self.folder / _folder_name(step)
 
     def paths(self) -> list[Path]:
         """The complete checkpoints, newest first."""
@@ -178,7 +191,7 @@ class Store:
 
     def _publish(self, manifest: Manifest) -> str | None:
         """Give a written checkpoint its manifest and its name, and drop the oldest; the reason if that fails."""
-        partial, final = self._partial(manifest.step), self.folder / f"step-{manifest.step:08d}"
+        partial, final = self._partial(manifest.step), self.path(manifest.step)
         try:
             manifest.write(partial / MANIFEST)
             _flush(partial)
@@ -193,7 +206,7 @@ class Store:
         return None
 
     def _partial(self, step: int) -> Path:
-        return self.folder / f".step-{step:08d}.partial"
+        return self.folder / f".{_folder_name(step)}.partial"
 
     @staticmethod
     def _file(rank: int) -> str:
@@ -281,6 +294,10 @@ def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems on networks cannot do this for folders, and need not.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
@@ -325,6 +342,8 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except SafetensorError as error:
         raise CheckpointError(f"{path.name} is not a safetensors file: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from error
 
 
 def _file_pieces(file: Any) -> dict[str, Piece]:

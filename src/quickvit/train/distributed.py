@@ -76,13 +76,17 @@ def connected(device: str | None = None) -> Iterator[World]:
 
     device: by default a GPU of its own for each process where there are any, else the CPU.
     """
-    environment = {name: int(os.environ.get(name, default)) for name, default in _TORCHRUN.items()}
-    rank, size = environment["RANK"], environment["WORLD_SIZE"]
-    if device is None:
-        device = f"cuda:{environment['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
+    rank, size, place = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if chosen.type == "cuda":
+            chosen = torch.device("cuda", place if chosen.index is None else chosen.index)
+            torch.cuda.set_device(chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"cannot use the device {device!r}: {str(error).splitlines()[0]}") from error
     if size == 1:
         yield World(device=chosen)
         return
@@ -94,9 +98,6 @@ def connected(device: str | None = None) -> Iterator[World]:
         world.barrier()
     finally:
         dist.destroy_process_group()
-
-
-_TORCHRUN = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
 
 
 # ---------------------------------------------------------------------- modules
@@ -115,8 +116,7 @@ def spread(
         return module
     module.to(world.device)
     if world.size > 1 and trained(module):
-        # No model here has buffers that change in training, so there are none to keep equal.
-        module = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+        module = DistributedDataParallel(module, gradient_as_bucket_view=True)
     if compile != "none":
         module.compile(**options)
     return module

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
-from torch.profiler import profile, schedule
+from torch.profiler import profile
 from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 EVALUATION = "eval/"
-# Updates that a profiler lets pass, warms up with, and records.
-PROFILED = {"wait": 5, "warmup": 3, "active": 5, "repeat": 1}
+# Updates of a process that a profiler records: not the first, which do more.
+PROFILED = range(8, 13)
 
 
 class Journal:
@@ -47,6 +52,8 @@ class Journal:
                 desc=self.label,
                 unit="img",
                 unit_scale=True,
+                # A file is no terminal, and would be filled by what overwrites itself there.
+                mininterval=0.1 if sys.stderr.isatty() else 10.0,
                 disable=self.label is None,
             )
         )
@@ -122,12 +129,19 @@ class Journal:
         self._writers.append(lambda step, metrics: run.log(dict(metrics), step=step))
 
     def add_profiler(self, path: Path) -> None:
-        """Write a trace of a few updates."""
+        """Write a trace of a few updates, `PROFILED`."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        profiler = self._stack.enter_context(
-            profile(schedule=schedule(**PROFILED), on_trace_ready=lambda p: p.export_chrome_trace(str(path)))
-        )
-        self._updaters.append(profiler.step)
+        profiler, done = profile(acc_events=True), count(1)
+
+        def advance() -> None:
+            number = next(done)
+            if number == PROFILED.start:
+                profiler.start()
+            elif number == PROFILED.stop:
+                profiler.stop()
+                profiler.export_chrome_trace(str(path))
+
+        self._updaters.append(advance)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -154,8 +168,12 @@ def _keep_until(folder: Path, step: int) -> None:
 
 
 def _write_line(file: TextIO, row: Mapping[str, Any]) -> None:
-    file.write(json.dumps(row) + "\n")
-    file.flush()
+    try:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+    except OSError as error:
+        # A full disk must not end a run for a line of metrics.
+        logger.warning("cannot write metrics of step %d: %s", row["step"], error)
 
 
 def _missing(name: str, extra: str) -> ModuleNotFoundError:

@@ -150,7 +150,7 @@ class Trainer:
             if gradients:
                 metrics[f"grad_norm/{name}"] = clip_(gradients, recipe.clip)
         # One agreement of all ranks: is this update sound, shall we stop, is a checkpoint still being written?
-        finite = torch.isfinite(torch.stack([value.double() for value in metrics.values()])).all()
+        finite = self._stack(metrics).isfinite().all()
         writing = self.store is not None and self.store.writing
         bad, stopped, writing = self.world.any(~finite, bool(stop), writing)
         if bad:
@@ -245,11 +245,10 @@ class Trainer:
         if self.folder is not None:
             store = Store(self.folder / CAPTURED, self.world, self.run.keep)
             store.begin(step, self.state(), self._about(), own=batch._asdict())
-            store.settle()
-            path = store.folder / f"step-{step:08d}"
-            message += f"; its batch was captured, see `quickvit train replay {path}`"
-            if self.store is not None:
-                self.store.settle()
+            if store.settle():
+                message += f"; its batch was captured, see `quickvit train replay {store.path(step)}`"
+        if self.store is not None:
+            self.store.settle()
         self.nonfinite += 1
         if self.nonfinite > self.run.max_nonfinite:
             raise NonFinite(message)
@@ -272,10 +271,12 @@ class Trainer:
         for module in self.recipe.modules.values():
             module.train(training and trained(module))
 
+    def _stack(self, metrics: dict[str, Tensor]) -> Tensor:
+        return torch.stack([value.to(self.world.device, torch.float64) for value in metrics.values()])
+
     def _numbers(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         """Metrics averaged over the ranks, as numbers."""
-        values = torch.stack([value.to(self.world.device, torch.float64) for value in metrics.values()])
-        means = self.world.sum(values) / self.world.size
+        means = self.world.sum(self._stack(metrics)) / self.world.size
         return dict(zip(metrics, means.tolist(), strict=True))
 
     @contextmanager
