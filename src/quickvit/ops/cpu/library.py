@@ -66,7 +66,7 @@ def checked(tensor: Tensor | None, *shape: int) -> Tensor | None:
         return None
     if tensor.shape != shape:
         raise ValueError(f"expected a tensor of shape {shape}, got {tuple(tensor.shape)}")
-    return tensor.to("cpu", torch.float32).contiguous()
+    return tensor.to(torch.float32).contiguous()
 
 
 def strided(tensor: Tensor) -> ctypes.c_void_p:

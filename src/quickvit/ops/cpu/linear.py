@@ -6,9 +6,6 @@ from torch import Tensor
 
 from quickvit.ops.cpu.library import call, checked, scratch, size, strided
 
-# With fewer tokens, bringing the weights into the order of the kernel would take longer than it saves.
-FEWEST_TOKENS = 32
-
 
 def linear_forward(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> Tensor:
     """y[T, F] of x[T, C] with contiguous tokens, weight_1[4, F/8, C/8] and weight_2[1, F/4, C/4], bias[F/8]."""

@@ -10,6 +10,8 @@
 /* Vectors of a panel, and rows of a group: ROWS × PANEL sums and PANEL vectors of the right factor in registers. */
 #define PANEL 3
 #define ROWS (REGISTERS / 4)
+/* Floats of the right factor that meet all rows before the next ones do: they stay in the cache. */
+#define CHUNK (1 << 16)
 
 /* A left factor: rows `row` floats apart, their elements `step` apart. */
 typedef struct {
@@ -69,21 +71,30 @@ INLINE void tile(int width, bool add, int64_t rows, int64_t columns, int64_t dep
     }
 }
 
+/* One group of rows with one panel; constant widths, so that each has a loop of its own. */
+INLINE void group_with_panel(bool add, int64_t width, int64_t rows, int64_t columns, int64_t depth, left a, right b,
+                             float *c, int64_t c_row) {
+    switch (width) {
+    case 1: tile(1, add, rows, columns, depth, a, b, c, c_row); break;
+    case 2: tile(2, add, rows, columns, depth, a, b, c, c_row); break;
+    case PANEL: tile(PANEL, add, rows, columns, depth, a, b, c, c_row); break;
+    }
+}
+
 /* c[rows, columns] = a[rows, depth] b[depth, columns], or c += a b. */
 INLINE void multiply(bool add, int64_t rows, int64_t columns, int64_t depth, left a, right b, float *c,
                      int64_t c_row) {
-    for (int64_t panel = 0; panel < parts(vectors(columns), PANEL); panel++) {
-        int64_t first = panel_start(columns, panel), width = panel_start(columns, panel + 1) - first;
-        int64_t some = least(columns - first * LANES, width * LANES);
-        right own = {b.at + first * LANES * (b.row == PACKED ? depth : 1), b.row == PACKED ? width * LANES : b.row};
+    int64_t panels = parts(vectors(columns), PANEL), chunk = most(1, CHUNK / (depth * PANEL * LANES));
+    for (int64_t start = 0; start < panels; start += chunk) {
+        int64_t stop = least(start + chunk, panels);
         for (int64_t m = 0; m < rows; m += ROWS) {
             left group = {a.at + m * a.row, a.row, a.step};
-            float *to = c + m * c_row + first * LANES;
-            /* Constant widths, so that each has a loop of its own. */
-            switch (width) {
-            case 1: tile(1, add, least(rows - m, ROWS), some, depth, group, own, to, c_row); break;
-            case 2: tile(2, add, least(rows - m, ROWS), some, depth, group, own, to, c_row); break;
-            case PANEL: tile(PANEL, add, least(rows - m, ROWS), some, depth, group, own, to, c_row); break;
+            for (int64_t p = start; p < stop; p++) {
+                int64_t first = panel_start(columns, p), width = panel_start(columns, p + 1) - first;
+                right panel = {b.at + first * LANES, b.row};
+                if (b.row == PACKED) panel = (right){b.at + first * LANES * depth, width * LANES};
+                group_with_panel(add, width, least(rows - m, ROWS), columns - first * LANES, depth, group, panel,
+                                 c + m * c_row + first * LANES, c_row);
             }
         }
     }

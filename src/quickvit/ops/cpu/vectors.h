@@ -38,14 +38,14 @@ INLINE vec all(float x) { return x - (vec){0}; }
 INLINE vec load(const float *p, int64_t n) {
     if (n >= LANES) return *(const loose *)p;
     vec v = {0};
-    memcpy(&v, p, n * sizeof(float));
+    if (n > 0) memcpy(&v, p, n * sizeof(float));
     return v;
 }
 
 INLINE void store(float *p, vec v, int64_t n) {
     if (n >= LANES)
         *(loose *)p = v;
-    else
+    else if (n > 0)
         memcpy(p, &v, n * sizeof(float));
 }
 
@@ -53,7 +53,7 @@ INLINE void store(float *p, vec v, int64_t n) {
 INLINE vec keep(vec v, int64_t n) {
     if (n >= LANES) return v;
     vec kept = {0};
-    memcpy(&kept, &v, n * sizeof(float));
+    if (n > 0) memcpy(&kept, &v, n * sizeof(float));
     return kept;
 }
 
