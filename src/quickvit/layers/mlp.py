@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from quickvit.group import D8, DihedralGroup
 from quickvit.layers.dropout import OcticDropout
 from quickvit.layers.linear import OcticLinear
-from quickvit.ops import octic_gelu, octic_mlp, takes_mlp
+from quickvit.ops import octic_gelu
+from quickvit.ops.mlp import octic_mlp, takes_mlp
 
 
 class OcticMlp(nn.Module):

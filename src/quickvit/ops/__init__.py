@@ -7,7 +7,6 @@ from quickvit.ops.attention import octic_attention
 from quickvit.ops.backend import plain
 from quickvit.ops.gelu import octic_gelu
 from quickvit.ops.linear import octic_linear
-from quickvit.ops.mlp import octic_mlp, takes_mlp
 from quickvit.ops.norm import octic_layer_norm, octic_residual_norm
 
 __all__ = [
@@ -15,8 +14,6 @@ __all__ = [
     "octic_gelu",
     "octic_layer_norm",
     "octic_linear",
-    "octic_mlp",
     "octic_residual_norm",
     "plain",
-    "takes_mlp",
 ]

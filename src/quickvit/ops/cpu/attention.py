@@ -16,8 +16,20 @@ def attention_forward(qkv: Tensor, bias: Tensor | None, heads: int) -> tuple[Ten
     images, tokens, channels = qkv.shape
     c = _copies_per_head(channels, heads)
     out, lse = qkv.new_empty(images, tokens, channels // 3), qkv.new_empty(images, heads, tokens)
-    memory = scratch("attention_scratch", tokens, c)
-    call("attention_forward", qkv, checked(bias, channels // 8), out, lse, memory, images, tokens, heads, c)
+    memory, threads = scratch("attention_scratch", tokens, c)
+    call(
+        "attention_forward",
+        qkv,
+        checked(bias, channels // 8),
+        out,
+        lse,
+        memory,
+        images,
+        tokens,
+        heads,
+        c,
+        threads=threads,
+    )
     return out, lse
 
 
@@ -29,6 +41,7 @@ def attention_backward(
     c = _copies_per_head(channels, heads)
     shape = (images, tokens, channels // 3)
     dqkv = torch.empty_like(qkv)
+    memory, threads = scratch("attention_grad_scratch", tokens, c)
     call(
         "attention_backward",
         checked(dout, *shape),
@@ -37,11 +50,12 @@ def attention_backward(
         checked(out, *shape),
         checked(lse, images, heads, tokens),
         dqkv,
-        scratch("attention_grad_scratch", tokens, c),
+        memory,
         images,
         tokens,
         heads,
         c,
+        threads=threads,
     )
     return dqkv
 

@@ -28,8 +28,14 @@ logger = logging.getLogger(__name__)
 SWITCH = "QUICKVIT_CPU_KERNELS"
 FOLDER = Path(__file__).parent
 FLAGS = (
-    *("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
-    *("-fvisibility=hidden", "-fPIC", "-shared"),
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-fPIC",
+    "-shared",
 )
 COMPILE_SECONDS = 300
 _DIGEST_SIZE = sha256().digest_size
@@ -41,11 +47,12 @@ def available() -> bool:
     return _library() is not None
 
 
-def call(name: str, *arguments: Tensor | ctypes.c_void_p | float | int | None) -> None:
-    """Run a kernel on PyTorch's threads: tensors go as pointers, numbers as int64 and float."""
-    library = _library()
-    assert library is not None, "callers ask available() first"
-    getattr(library, name)(*map(_argument, arguments), ctypes.c_int64(torch.get_num_threads()))
+def call(
+    name: str, *arguments: Tensor | ctypes.c_void_p | float | int | None, threads: int | None = None
+) -> None:
+    """Run a kernel on so many threads, by default PyTorch's: tensors go as pointers, numbers as int64 and float."""
+    number = ctypes.c_int64(torch.get_num_threads() if threads is None else threads)
+    getattr(_library(), name)(*map(_argument, arguments), number)
 
 
 def size(name: str, *arguments: int) -> int:
@@ -55,9 +62,11 @@ def size(name: str, *arguments: int) -> int:
     return function(*map(ctypes.c_int64, arguments))
 
 
-def scratch(name: str, *arguments: int) -> Tensor:
-    """Memory for what the C function says that each thread needs."""
-    return torch.empty(torch.get_num_threads() * size(name, *arguments), dtype=torch.float32, device="cpu")
+def scratch(name: str, *arguments: int) -> tuple[Tensor, int]:
+    """Memory for PyTorch's threads, of the size that the C function says each needs, and their number."""
+    threads = torch.get_num_threads()
+    memory = torch.empty(threads * size(name, *arguments), dtype=torch.float32, device="cpu")
+    return memory, threads
 
 
 def checked(tensor: Tensor | None, *shape: int) -> Tensor | None:
@@ -86,33 +95,40 @@ def _argument(value):
     return ctypes.c_float(value) if isinstance(value, float) else value
 
 
+class _NotHere(Exception):
+    """Why there are no kernels on this machine."""
+
+
 @cache
 def _library() -> ctypes.CDLL | None:
-    if os.environ.get(SWITCH) == "0":
-        logger.info("no CPU kernels: %s is 0", SWITCH)
-        return None
-    compiler = _compiler()
-    if compiler is None:
-        logger.info("no CPU kernels: there is no C compiler (set CC to one)")
-        return None
     try:
-        # The runtime is that of PyTorch's own dependencies: the threads that its operators run on.
-        runtime = ctypes.CDLL(torch._C.__file__).GOMP_parallel
-        library = _load(compiler)
-    except subprocess.CalledProcessError as error:
-        logger.warning("no CPU kernels: %s failed: %s", compiler[0], error.stderr.strip())
-        return None
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        logger.warning("no CPU kernels: %s", error)
-        return None
+        return _open()
+    except _NotHere as reason:
+        logger.info("no CPU kernels: %s", reason)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("no CPU kernels: %s", getattr(error, "stderr", None) or error)
+    return None
+
+
+def _open() -> ctypes.CDLL:
+    if os.environ.get(SWITCH) == "0":
+        raise _NotHere(f"{SWITCH} is 0")
+    compiler = _compiler()
+    # Looked up among the dependencies of PyTorch: the threads that its own operators run on.
+    runtime = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
+    if runtime is None:
+        raise _NotHere("PyTorch does not run on an OpenMP runtime with the interface of GNU's")
+    library = _load(compiler)
     library.use_runtime(runtime)
     return library
 
 
-def _compiler() -> list[str] | None:
+def _compiler() -> list[str]:
     chosen = shlex.split(os.environ.get("CC", ""))
-    candidates = [chosen] if chosen else [["cc"], ["gcc"], ["clang"]]
-    return next((command for command in candidates if shutil.which(command[0])), None)
+    for command in [chosen] if chosen else [["cc"], ["gcc"], ["clang"]]:
+        if shutil.which(command[0]):
+            return command
+    raise _NotHere("there is no C compiler; install one, or set CC to it")
 
 
 def _load(compiler: list[str]) -> ctypes.CDLL:

@@ -37,6 +37,7 @@ def mlp_forward(
     (hidden, inputs), outputs, tokens = first_1.shape[1:], second_1.shape[1], x.shape[0]
     _check_shapes(x, first_1, first_2)
     y = x.new_empty(tokens, 8 * outputs)
+    memory, threads = scratch("mlp_scratch", hidden)
     packed = size("linear_packed_size", inputs, hidden) + size("linear_packed_size", hidden, outputs)
     call(
         "mlp_forward",
@@ -49,11 +50,12 @@ def mlp_forward(
         checked(second_2, 1, 2 * outputs, 2 * hidden),
         y,
         x.new_empty(packed),
-        scratch("mlp_scratch", hidden),
+        memory,
         tokens,
         inputs,
         hidden,
         outputs,
+        threads=threads,
     )
     return y
 
