@@ -9,15 +9,15 @@
 
 /* Queries whose logits stay in the cache between the products. */
 #define QUERIES 32
-/* Neighbouring heads of an item of work: their channels share lines of the cache. */
-#define HEADS 2
+/* Neighbouring heads of an item of work, where there are enough for all threads: they share lines of the cache. */
+#define GROUP 2
 /* How many tokens ahead to fetch: a token's pieces lie too far apart for the processor to foresee the next. */
 #define AHEAD 4
 
 typedef struct {
     const float *qkv, *bias, *out, *grad;
     float *result, *lse;
-    int64_t images, tokens, heads, c;
+    int64_t images, tokens, heads, c, group;
 } attention_job;
 
 /* A feature of a head in packed tokens. */
@@ -127,15 +127,20 @@ static void forward_head(const attention_job *j, int64_t image, int64_t head, fl
 
 static void forward(const void *job, int64_t item, float *scratch) {
     const attention_job *j = job;
-    int64_t groups = parts(j->heads, HEADS), first = item % groups * HEADS;
-    for (int64_t h = first; h < least(first + HEADS, j->heads); h++) forward_head(j, item / groups, h, scratch);
+    int64_t groups = parts(j->heads, j->group), first = item % groups * j->group;
+    for (int64_t h = first; h < least(first + j->group, j->heads); h++) forward_head(j, item / groups, h, scratch);
+}
+
+static void share_heads(work item, attention_job job, int64_t threads, float *scratch, int64_t scratch_size) {
+    job.group = job.images * job.heads < 2 * GROUP * threads ? 1 : GROUP;
+    share(item, &job, job.images * parts(job.heads, job.group), threads, scratch, scratch_size);
 }
 
 /* out [images, tokens, C]; lse [images, heads, tokens] is log2 Σ 2^logit of the logits in base 2. */
 EXPORT void attention_forward(const float *qkv, const float *bias, float *out, float *lse, float *scratch,
                               int64_t images, int64_t tokens, int64_t heads, int64_t c, int64_t threads) {
-    attention_job job = {qkv, bias, 0, 0, out, lse, images, tokens, heads, c};
-    share(forward, &job, images * parts(heads, HEADS), threads, scratch, attention_scratch(tokens, c));
+    attention_job job = {qkv, bias, 0, 0, out, lse, images, tokens, heads, c, 0};
+    share_heads(forward, job, threads, scratch, attention_scratch(tokens, c));
 }
 
 /* Floats of scratch per thread, backward. */
@@ -193,13 +198,13 @@ static void backward_head(const attention_job *j, int64_t image, int64_t head, f
 
 static void backward(const void *job, int64_t item, float *scratch) {
     const attention_job *j = job;
-    int64_t groups = parts(j->heads, HEADS), first = item % groups * HEADS;
-    for (int64_t h = first; h < least(first + HEADS, j->heads); h++) backward_head(j, item / groups, h, scratch);
+    int64_t groups = parts(j->heads, j->group), first = item % groups * j->group;
+    for (int64_t h = first; h < least(first + j->group, j->heads); h++) backward_head(j, item / groups, h, scratch);
 }
 
 EXPORT void attention_backward(const float *grad, const float *qkv, const float *bias, const float *out, float *lse,
                                float *grad_qkv, float *scratch, int64_t images, int64_t tokens, int64_t heads,
                                int64_t c, int64_t threads) {
-    attention_job job = {qkv, bias, out, grad, grad_qkv, lse, images, tokens, heads, c};
-    share(backward, &job, images * parts(heads, HEADS), threads, scratch, attention_grad_scratch(tokens, c));
+    attention_job job = {qkv, bias, out, grad, grad_qkv, lse, images, tokens, heads, c, 0};
+    share_heads(backward, job, threads, scratch, attention_grad_scratch(tokens, c));
 }

@@ -115,7 +115,7 @@ EXPORT void mlp_forward(const float *x, int64_t x_row, const float *first_one, c
     weights down = {second_one, second_two, out * hidden, hidden, 1, 2 * hidden, 1, hidden, out};
     pack_job weights = {{up, down}, {packed, second}};
     share(pack_weight, &weights, 10, threads, 0, 0);
-    linear_job job = {x,      bias, {packed, second}, y, x_row, tokens, in,
-                      hidden, out,  count_tiles(tokens, mlp_tile(hidden), threads)};
+    int64_t tiles = count_tiles(tokens, mlp_tile(hidden), threads);
+    linear_job job = {x, bias, {packed, second}, y, x_row, tokens, in, hidden, out, tiles};
     share(mlp_item, &job, job.tiles, threads, scratch, mlp_scratch(hidden));
 }

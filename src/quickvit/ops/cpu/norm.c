@@ -83,8 +83,8 @@ EXPORT void norm_forward(const float *x, const float *branch, const float *bias,
                          const float *sample_scale, const float *gain, const float *shift, float *stream, float *y,
                          float *statistics, float eps, float pair_weight, int64_t tokens, int64_t tokens_per_sample,
                          int64_t copies, int64_t threads) {
-    norm_job job = {x, branch,     bias, scale,       sample_scale, gain,              shift, stream,
-                    y, statistics, eps,  pair_weight, tokens,       tokens_per_sample, copies};
+    norm_job job = {x, branch, bias, scale, sample_scale, gain, shift, stream, y, statistics,
+                    eps, pair_weight, tokens, tokens_per_sample, copies};
     share(forward, &job, parts(tokens, TOKENS), threads, 0, 0);
 }
 
@@ -159,7 +159,7 @@ EXPORT void norm_backward(const float *grad, const float *grad_stream, const flo
                           const float *sample_scale, float *grad_x, float *grad_branch, float *sums,
                           float pair_weight, int64_t tokens, int64_t tokens_per_sample, int64_t copies,
                           int64_t threads) {
-    norm_grad_job job = {grad,  grad_stream,  stream, statistics,  gain, branch,      bias,   scale,
-                         sample_scale, grad_x, grad_branch, sums, pair_weight, tokens, tokens_per_sample, copies};
+    norm_grad_job job = {grad, grad_stream, stream, statistics, gain, branch, bias, scale, sample_scale,
+                         grad_x, grad_branch, sums, pair_weight, tokens, tokens_per_sample, copies};
     share(backward, &job, parts(tokens, TOKENS), threads, 0, 0);
 }

@@ -31,7 +31,7 @@ static void take_items(void *argument) {
 
 void share(work item, const void *job, int64_t items, int64_t threads, float *scratch, int64_t scratch_size) {
     team t = {item, job, items, 0, 0, scratch, scratch_size};
-    /* A forked process has none of its parent's threads. One alone does without the runtime, which would wait for them. */
+    /* One thread does without the runtime, which in a forked process would wait for the threads of its parent. */
     if (threads < 2 || items < 2)
         take_items(&t);
     else
