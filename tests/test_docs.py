@@ -1,5 +1,6 @@
 """The pages in docs/ say what runs."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -42,3 +43,25 @@ def test_the_commands_of_the_data_page_run(tmp_path, monkeypatch, capsys):
         program, *arguments = shlex.split(command)
         assert program == "quickvit"
         assert main(arguments) == 0, capsys.readouterr().err
+
+
+def measured(name):
+    return json.loads((PAGES[0].parent.parent / "benchmarks" / f"{name}.json").read_text())
+
+
+def test_the_performance_page_says_what_was_measured():
+    (page,) = (page for page in PAGES if page.stem == "performance")
+    text = page.read_text()
+    model, operators = measured("h200_model"), measured("h200_operators")
+    for record in (model, operators):
+        assert re.sub(r" --out \S+", "", record["command"]) in text
+    for row in model["results"]:
+        cells = f"{row['ms']:.2f} | {row['images_per_s']:.0f} | {row['ratio']:.2f}× | {row['over_floor']:.2f}"
+        assert f"| {row['case']} | {row['name']} | {cells} |" in text
+    octic = {row["case"]: row for row in operators["results"] if row["name"] == "octic"}
+    for case in octic:
+        size, operator = case.split(" ", 1)
+        if size == "ViT-Large/16":
+            pair = octic[case], octic[f"ViT-Huge/14 {operator}"]
+            cells = (f"{1e3 * r['ms']:.0f} | {1e3 * r['floor_ms']:.0f} | {r['over_floor']:.2f}" for r in pair)
+            assert f"| {operator} | {' | '.join(cells)} |" in text

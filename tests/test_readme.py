@@ -41,3 +41,10 @@ def test_the_table_of_speed_is_what_was_measured():
     for vit, d8 in zip(results[::2], results[1::2], strict=True):
         row = f"| {vit['case']} | {vit['ms']:.0f} | {d8['ms']:.0f} | {d8['ratio']:.2f}× |"
         assert row in README.read_text()
+
+
+def test_the_speed_on_a_gpu_is_what_was_measured():
+    record = json.loads((README.parent / "benchmarks" / "h200_model.json").read_text())
+    vit, d8, h8 = record["results"]
+    cells = f"{vit['ms']:.2f} | {h8['ms']:.2f} | {d8['ms']:.2f} | {h8['ratio']:.2f}×, {d8['ratio']:.2f}×"
+    assert f"| {vit['case']} | {cells} |" in README.read_text()

@@ -8,7 +8,7 @@ from quickvit.data.listed import open_listed
 
 @pytest.fixture
 def folder(tmp_path):
-    for name in ("blood/eosinophil/1.png", "blood/monocyte/2.png", "blood/monocyte/with space.png"):
+    for name in ("eosinophil/0001/1.png", "monocyte/2.png", "monocyte/with space.png", "plain.png"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (4, 4)).save(path)
@@ -34,12 +34,12 @@ EXPECTED = [("with space.png", "MON"), ("1.png", "EOS")]
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("train.csv", "Image Path,Label\nblood/monocyte/with space.png,MON\nblood/eosinophil/1.png,EOS\n"),
+        ("train.csv", "Image Path,Label\nmonocyte/with space.png,MON\neosinophil/0001/1.png,EOS\n"),
         (
             "train.CSV",
-            "\ufefflabel,fold, path\nMON,1,blood/monocyte/with space.png\nEOS,2,blood/eosinophil/1.png\n",
+            "\ufefflabel,fold, path\nMON,1,monocyte/with space.png\nEOS,2,eosinophil/0001/1.png\n",
         ),
-        ("train.txt", "blood/monocyte/with space.png MON\n\nblood/eosinophil/1.png\tEOS\n"),
+        ("train.txt", "monocyte/with space.png MON\n\neosinophil/0001/1.png\tEOS\n"),
     ],
 )
 def test_paths_and_classes(folder, name, text):
@@ -52,8 +52,8 @@ def test_paths_and_classes(folder, name, text):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("train.csv", "file\nblood/monocyte/with space.png\nblood/eosinophil/1.png\n"),
-        ("train.txt", "blood/monocyte/with space.png\nblood/eosinophil/1.png\n"),
+        ("train.csv", "file\nmonocyte/with space.png\neosinophil/0001/1.png\n"),
+        ("train.txt", "monocyte/with space.png\neosinophil/0001/1.png\n"),
     ],
 )
 def test_the_folder_is_the_class_where_none_is_given(folder, name, text):
@@ -62,15 +62,11 @@ def test_the_folder_is_the_class_where_none_is_given(folder, name, text):
 
 
 def test_a_test_split_follows_the_classes_of_training(folder):
-    train = open_listed(
-        listing(folder, "train.txt", "blood/eosinophil/1.png Z\nblood/monocyte/2.png A\n"), folder
-    )
-    test = open_listed(listing(folder, "test.txt", "blood/eosinophil/1.png Z\n"), folder, train.classes)
+    train = open_listed(listing(folder, "train.txt", "eosinophil/0001/1.png Z\nmonocyte/2.png A\n"), folder)
+    test = open_listed(listing(folder, "test.txt", "eosinophil/0001/1.png Z\n"), folder, train.classes)
     assert test.targets.tolist() == [1]
-    with pytest.raises(
-        ValueError, match=r"test\.txt, line 1: blood/monocyte/2\.png is of the class 'B', of which"
-    ):
-        open_listed(listing(folder, "test.txt", "blood/monocyte/2.png B\n"), folder, train.classes)
+    with pytest.raises(ValueError, match=r"test\.txt, line 1: monocyte/2\.png is of the class 'B', of which"):
+        open_listed(listing(folder, "test.txt", "monocyte/2.png B\n"), folder, train.classes)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +77,8 @@ def test_a_test_split_follows_the_classes_of_training(folder):
         ("a.txt", "\n", "lists no images"),
         ("a.csv", "path,label\n../secret.png,A\n", r"line 2: expected a path below"),
         ("a.txt", "/etc/passwd A\n", r"line 1: expected a path below"),
-        ("a.txt", "blood/none.png A\n", r"line 1: no file .*none\.png"),
+        ("a.txt", "monocyte/none.png A\n", r"line 1: no file .*none\.png"),
+        ("a.txt", "plain.png\n", r"line 1: plain\.png has no class, and lies in no folder of one"),
     ],
 )
 def test_wrong_lists_are_named(folder, name, text, message):

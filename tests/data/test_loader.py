@@ -198,6 +198,19 @@ def test_evaluation_sees_every_sample_once_in_order(world_size, workers):
     assert seen == list(range(50))
 
 
+def test_some_samples_are_what_they_are_among_all():
+    whole = torch.cat([batch.images for batch in EvalLoader(Numbers(20), plain, batch_size=7)])
+    some = [2, 3, 11, 17, 19]
+    for world_size in (1, 2):
+        loaders = [
+            EvalLoader(Numbers(20), plain, batch_size=2, indices=some, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        batches = [batch for loader in loaders for batch in loader]
+        assert torch.cat([batch.indices for batch in batches]).tolist() == some
+        assert torch.equal(torch.cat([batch.images for batch in batches]), whole[some])
+
+
 def test_evaluation_leaves_out_what_it_cannot_read():
     loader = EvalLoader(Numbers(12, frozenset({1, 4, 5, 6, 7})), plain, batch_size=4, max_unreadable=5)
     assert [batch.indices.tolist() for batch in loader] == [[0, 2, 3], [8, 9, 10, 11]]

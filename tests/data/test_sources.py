@@ -311,7 +311,7 @@ def test_a_set_of_hugging_face(folder, monkeypatch, tmp_path):
     for i in range(3):
         assert source.read(i).target == original.read(i).target
         np.testing.assert_array_equal(source.read(i).image, original.read(i).image)
-    with pytest.raises(ValueError, match="none of them is 'test'"):
+    with pytest.raises(FileNotFoundError, match="none of them is 'test'"):
         open_source(f"hfds/{folder}", "test")
 
 

@@ -1,5 +1,7 @@
 """Protocols of classification: what is chosen on what, and i8 features that lose exactly nothing in a turn."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,6 @@ from quickvit import QuickVisionTransformer
 from quickvit.data import open_source
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.classification import (
-    confusions,
     fit_hematology,
     fit_knn,
     fit_linear,
@@ -67,7 +68,7 @@ def test_set():
 
 
 def scores(classifier, test):
-    return {name: accuracy(confusion) for name, confusion in confusions(classifier, test).items()}
+    return {name: accuracy(test.confusion(labels)) for name, labels in classifier.predict(test).items()}
 
 
 def test_the_number_of_neighbours_is_chosen_on_what_is_held_out(train, test_set):
@@ -137,6 +138,12 @@ def test_classes_that_cannot_be_learned_are_named(train, test_set):
         ValueError, match=rf"test/{place}\.png is of the class 'c', of which train has no readable"
     ):
         require_known_classes(few, [test_set])
+    for number in (-1, 3):
+        targets = test_set.targets.clone()
+        targets[7] = number
+        numbered = Features(test_set.arrays, targets, test_set.indices, test_set.source)
+        with pytest.raises(ValueError, match=rf"test/7\.png has the class number {number}; expected 0 … 2"):
+            require_known_classes(train, [numbered])
     other = Features(test_set.arrays, test_set.targets, test_set.indices, Named(120, "other", ("a", "b")))
     with pytest.raises(ValueError, match="other has 2 classes, train has 3"):
         require_known_classes(train, [other])
@@ -153,7 +160,7 @@ class TestSplits:
                 for name in "ab":
                     path = tmp_path / split / name / f"{split}.png"
                     path.parent.mkdir(parents=True)
-                    Image.new("RGB", (4, 4)).save(path)
+                    Image.new("RGB", (4, 4), (len(split), 0, 0)).save(path)
             return tmp_path
 
         return make
@@ -167,6 +174,13 @@ class TestSplits:
         splits = open_splits(folder("train", other))
         assert splits.val is None
         assert splits.test.name.endswith(other)
+
+    def test_a_test_split_of_two_names_is_one(self, monkeypatch):
+        def open_named(spec, split):
+            return replace(open_source(spec, split), name=split, numbers=np.arange(2000))
+
+        monkeypatch.setattr("quickvit.evaluate.classification.open_source", open_named)
+        assert open_splits("digits").val is None
 
     def test_the_test_can_be_named(self, folder):
         splits = open_splits(folder("train", "val", "test"), "val")

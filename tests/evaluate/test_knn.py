@@ -70,6 +70,16 @@ def test_votes_do_not_overflow():
     assert vote(neighbours, torch.tensor([0, 1]), 2, 2, 1e-3).tolist() == [[0, 1]]
 
 
+@pytest.mark.parametrize("columns", [24, 120, 121, 127, 400])
+def test_the_largest_of_groups_are_the_largest_of_all(columns, monkeypatch):
+    monkeypatch.setattr(knn, "GROUP", 8)
+    scores = torch.randn(50, columns, generator=torch.Generator().manual_seed(columns))
+    for k in (1, 3):
+        found, expected = knn._best_columns(scores, k), scores.topk(k)
+        assert torch.equal(found.scores, expected.values)
+        assert torch.equal(found.indices, expected.indices)
+
+
 @pytest.mark.parametrize("metric", METRICS)
 def test_16_bit_features_are_compared_exactly(data, metric):
     queries, keys, _ = (part.bfloat16() if part.is_floating_point() else part for part in data)
@@ -80,6 +90,21 @@ def test_16_bit_features_are_compared_exactly(data, metric):
     assert (found.indices == expected.indices).double().mean() > 0.99
 
 
+def test_rounding_of_float32_features_decides_nothing():
+    generator = torch.Generator().manual_seed(0)
+    # Nearly parallel vectors, as an untrained model gives them: in float32 their cosines are mostly equal.
+    keys = 1 + 1e-3 * torch.randn(500, 64, generator=generator)
+    queries = 1 + 1e-3 * torch.randn(100, 64, generator=generator)
+    exact = nearest(queries.double(), keys.double(), 20)
+    found = nearest(queries, keys, 20)
+    assert torch.equal(found.indices, exact.indices)
+    again = nearest(queries * (1 + 1e-7), keys, 20)
+    assert (again.indices == exact.indices).double().mean() > 0.99
+    unit = torch.nn.functional.normalize
+    naive = (unit(queries) @ unit(keys).T).topk(20).indices
+    assert (naive == exact.indices).double().mean() < 0.9
+
+
 def test_a_key_of_length_zero_is_far_and_not_nan():
     found = nearest(torch.eye(2), torch.tensor([[0.0, 0.0], [1.0, 1.0]]), 2)
     assert found.indices.tolist() == [[1, 0], [1, 0]]
@@ -88,7 +113,7 @@ def test_a_key_of_length_zero_is_far_and_not_nan():
 
 def test_memory_is_bounded_by_the_pieces(data, monkeypatch):
     queries, keys, _ = data
-    monkeypatch.setattr(knn, "SCORE_BYTES", 4 * 50 * 8)
+    monkeypatch.setattr(knn, "SCORE_BYTES", 8 * 50 * 8)
     monkeypatch.setattr(knn, "KEY_BYTES", 12 * 8 * 64)
     sizes = []
     product = knn._scores

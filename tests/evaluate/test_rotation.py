@@ -99,3 +99,16 @@ def test_a_circle_hides_what_a_turn_would_lose(size):
     # Inside the circle, away from its edge, a turn loses nothing.
     inside = cut_circle(rotate(ones, 45)) == 1
     assert (inside == (circle == 1)).float().mean() > 0.8
+
+
+@pytest.mark.parametrize("pose", [Pose(90.0), Pose("quarter", mirror=True), Pose(30.0), Pose("any")])
+def test_masks_move_with_their_images(pose):
+    masks = torch.randint(1, 200, (6, 20, 20), dtype=torch.uint8)
+    indices = torch.arange(6)
+    turned = pose.show_masks(masks, indices, seed=3, outside=255)
+    assert turned.dtype == torch.uint8
+    exact = pose.rotate in (90.0, "quarter")
+    expected = pose.show(masks[:, None].float(), indices, 3, "nearest")[:, 0].to(torch.uint8)
+    assert torch.equal(turned, expected.masked_fill(expected == 0, 255))
+    assert (turned == 255).any() != exact
+    assert set(turned.unique().tolist()) <= {*masks.unique().tolist(), 255}

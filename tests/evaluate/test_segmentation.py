@@ -13,6 +13,7 @@ from quickvit.data.segmentation import open_segmentation
 from quickvit.evaluate import segmentation as module
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.extract import Extraction
+from quickvit.evaluate.rotation import Pose
 from quickvit.evaluate.segmentation import (
     SegmentationData,
     SegmentationProtocol,
@@ -22,6 +23,7 @@ from quickvit.evaluate.segmentation import (
     load_segmentation,
     to_patches,
 )
+from quickvit.evaluate.selection import hold_out
 from quickvit.testing import randomize
 
 GRID, PATCH, WIDTH = (3, 2), 4, 6
@@ -74,7 +76,7 @@ class Oracle:
     """The protocol with scikit-learn's parts."""
 
     def __init__(self, train, test):
-        fitted, held = module._hold_out(len(train.masks), PROTOCOL)
+        fitted, held = hold_out(torch.zeros(len(train.masks)), PROTOCOL.fraction)
         mean, std = (
             getattr(train.features[fitted].flatten(0, 2).numpy(), name)(0) for name in ("mean", "std")
         )
@@ -140,9 +142,9 @@ def test_ignored_labels_count_only_as_classes_that_are_never_right(train, test_d
 
 
 def test_too_little_to_learn_from(train):
-    few = SegmentationData(train.features[:3], train.masks[:3], IGNORED, torch.arange(3))
-    with pytest.raises(ValueError, match="3 training images are too few to hold out"):
-        fit_segmentation(few, PROTOCOL)
+    one = SegmentationData(train.features[:1], train.masks[:1], IGNORED, torch.arange(1))
+    with pytest.raises(ValueError, match="nothing can be held out for choosing"):
+        fit_segmentation(one, PROTOCOL)
     ignored = SegmentationData(train.features, train.masks, (0, 1, 2, 5, 255), train.indices)
     with pytest.raises(ValueError, match="consists mostly of them"):
         fit_segmentation(ignored, PROTOCOL)
@@ -189,6 +191,34 @@ def test_a_second_time_everything_comes_from_the_cache(folder, tmp_path, monkeyp
     again = load_segmentation(backbone, source, how)
     assert torch.equal(first.features, again.features)
     assert torch.equal(first.masks, again.masks)
+
+
+def test_a_mask_that_changed_is_read_again(folder, tmp_path):
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 2}
+    backbone, how = (
+        Backbone(QuickVisionTransformer(family="h8", **options), "tiny"),
+        Extraction(tmp_path / "cache"),
+    )
+    first = load_segmentation(backbone, open_segmentation(folder), how).masks
+    Image.new("L", (48, 40), 9).save(folder / "annotations" / "train" / "0.png")
+    again = load_segmentation(backbone, open_segmentation(folder), how).masks
+    assert (again[0] == 9).all()
+    assert torch.equal(first[1:], again[1:])
+
+
+def test_masks_turn_with_their_images(folder, tmp_path):
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2}
+    backbone = Backbone(randomize(QuickVisionTransformer(family="i8", **options)), "tiny")
+    source, how = open_segmentation(folder), Extraction(tmp_path / "cache")
+    upright = load_segmentation(backbone, source, how)
+    turned = load_segmentation(backbone, source, how, pose=Pose(90.0, mirror=True))
+    assert torch.equal(turned.masks, upright.masks.flip(2).rot90(1, (1, 2)))
+    torch.testing.assert_close(
+        turned.features, upright.features.flip(2).rot90(1, (1, 2)), rtol=1e-3, atol=1e-3
+    )
+    tilted = load_segmentation(backbone, source, how, pose=Pose(45.0))
+    assert (tilted.masks[:, 0, 0] == 255).all()
+    assert tilted.ignored == (255,)
 
 
 def test_a_mask_that_does_not_fit_names_the_file(folder, tmp_path):

@@ -72,7 +72,7 @@ def test_gelu_equals_its_definition(group, tokens):
 def test_gelu_works_in_chunks(monkeypatch):
     from quickvit.ops import gelu
 
-    x = torch.randn(37, 16)
+    x = torch.randn(37, 16, dtype=torch.float64)
     whole = octic_gelu(x)
     monkeypatch.setattr(gelu, "_STEP_ELEMENTS", 5 * 16)
     torch.testing.assert_close(octic_gelu(x), whole)

@@ -9,8 +9,8 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from quickvit.cli.arguments import PRECISIONS, add_evaluation, add_poses
-from quickvit.cli.build import choose_device, load_model
+from quickvit.cli.arguments import PRECISIONS, add_data, add_model, add_poses
+from quickvit.cli.build import choose_device, load_named
 from quickvit.cli.command import Command
 from quickvit.cli.output import NOTHING, print_json, print_table
 from quickvit.data import open_source, preprocessing
@@ -39,7 +39,7 @@ def accuracies(arguments: Namespace, poses: Sequence[Pose]) -> int:
     if arguments.device is not None:
         choose_device(arguments.device)
     with connected(arguments.device) as world:
-        model = load_model(arguments.model, arguments.checkpoint).to(world.device)
+        model = load_named(arguments).to(world.device)
         transform = preprocessing(model)
         report = measure_accuracy(
             model,
@@ -108,7 +108,8 @@ def _rotation(text: str) -> Any:
 
 
 def _add_accuracy(parser: ArgumentParser) -> None:
-    add_evaluation(parser)
+    add_model(parser)
+    add_data(parser)
     add_poses(parser)
     parser.add_argument("--split", default="val", help="train, val, test or all")
     parser.add_argument("--rotate", default="0", help="degrees anti-clockwise, random or random90")

@@ -12,13 +12,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
-from quickvit.cli.arguments import PRECISIONS, add_evaluation
-from quickvit.cli.build import choose_device, load_model, parse_size
+from quickvit.cli.arguments import PRECISIONS, add_model
+from quickvit.cli.build import choose_device, load_named
 from quickvit.data import EvalTransform, Source
 from quickvit.data.listed import open_listed
 from quickvit.data.segmentation import SegmentationSource, open_segmentation
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.classification import (
+    CS,
     Classifier,
     Splits,
     fit_hematology,
@@ -92,16 +93,13 @@ def freeze(arguments: Namespace) -> Iterator[Frozen]:
     """The model of a command line, on this process's device."""
     if arguments.device is not None:
         choose_device(arguments.device)
-    img_size = None if arguments.img_size is None else parse_size(arguments.img_size)
     with connected(arguments.device) as world:
         if not (arguments.pretrained or arguments.checkpoint or Path(arguments.model).exists()):
             # All processes must have the same.
             torch.manual_seed(0)
             if world.main:
                 print("quickvit: no --checkpoint given, the weights are random", file=sys.stderr)
-        model = load_model(
-            arguments.model, arguments.checkpoint, pretrained=arguments.pretrained, img_size=img_size
-        )
+        model = load_named(arguments)
         dtype = arguments.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
         backbone = Backbone(model, arguments.model, device=world.device, dtype=PRECISIONS[dtype])
         how = Extraction(
@@ -117,7 +115,7 @@ def freeze(arguments: Namespace) -> Iterator[Frozen]:
 
 def add_frozen(parser: ArgumentParser, dtype: str | None = None) -> None:
     """The arguments of `freeze`; `dtype` is the default, None for that of the device."""
-    add_evaluation(parser, dtype)
+    add_model(parser, dtype)
     parser.add_argument("--pretrained", action="store_true", help="timm's weights of a model that was named")
     parser.add_argument("--img-size", help="H or HxW, the model's own by default")
     parser.add_argument("--cache", help="folder for features; ~/.cache/quickvit/features by default")
@@ -143,7 +141,7 @@ def classify(protocol: str, arguments: Namespace, frozen: Frozen) -> Learned[Cla
     elif protocol == "knn":
         classifier = fit_knn(train, val, ks=arguments.get("neighbours") or NEIGHBOURS, **common)
     elif arguments.get("solver") == "lbfgs":
-        classifier = fit_logistic_grid(train, val, **common)
+        classifier = fit_logistic_grid(train, val, cs=arguments.get("cs") or CS, **common)
     else:
         training = ProbeTraining(steps=arguments.get("steps", ProbeTraining.steps))
         rates = arguments.get("learning_rates") or LEARNING_RATES
@@ -164,6 +162,9 @@ def add_classification(parser: ArgumentParser, protocol: str) -> None:
         parser.add_argument("--solver", choices=SOLVERS, default="sgd", help="lbfgs for small sets")
         parser.add_argument("--steps", type=int, default=ProbeTraining.steps, help="of sgd")
         parser.add_argument("--learning-rates", type=float, nargs="+", help="of sgd, for a batch of 256")
+        parser.add_argument(
+            "--cs", type=float, nargs="+", help="of lbfgs, inverse strengths of regularisation"
+        )
 
 
 def _splits(arguments: Namespace) -> Splits:

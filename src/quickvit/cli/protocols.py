@@ -15,8 +15,10 @@ from jsonargparse import ArgumentParser, Namespace
 from torch import Tensor
 
 from quickvit.bench.flops import count
+from quickvit.cli.arguments import add_data
 from quickvit.cli.command import Command
 from quickvit.cli.frozen import (
+    Frozen,
     Learned,
     add_classification,
     add_frozen,
@@ -28,13 +30,12 @@ from quickvit.cli.frozen import (
 from quickvit.cli.output import NOTHING, print_json, print_table
 from quickvit.evaluate.classification import Classifier
 from quickvit.evaluate.extract import Features
-from quickvit.evaluate.metrics import accuracy, balanced_accuracy, confusion_matrix, weighted_f1
+from quickvit.evaluate.metrics import accuracy, balanced_accuracy, weighted_f1
 from quickvit.evaluate.rotation import UPRIGHT
 from quickvit.evaluate.segmentation import SegmentationData, SegmentationScores, Segmenter, from_patches
+from quickvit.models import ViT
 
 METRICS = {"weighted_f1": weighted_f1, "accuracy": accuracy, "balanced_accuracy": balanced_accuracy}
-# The data sets of the paper's table.
-PLACES = ("imagenet", "ade20k", "voc2012")
 # Test images in a picture.
 SHOWN, SHOWN_MASKS = 24, 6
 
@@ -63,7 +64,7 @@ def _classification(protocol: str, arguments: Namespace) -> int:
         labels = classifier.predict(test)
     if not frozen.world.main:
         return 0
-    confusions = {name: _confusion(found, test) for name, found in labels.items()}
+    confusions = {name: test.confusion(found) for name, found in labels.items()}
     scores = {name: {key: f(found) for key, f in METRICS.items()} for name, found in confusions.items()}
     if arguments.confusion is not None:
         _write_confusion(arguments.confusion, confusions[classifier.main], test.source.classes)
@@ -139,32 +140,43 @@ def everything(arguments: Namespace) -> int:
     if not any(arguments[place] for place in PLACES):
         raise ValueError(f"give at least one of {', '.join(f'--{place}' for place in PLACES)}")
     with freeze(arguments) as frozen:
-        gmacs = count(frozen.backbone.model).macs / 1e9
         row: dict[str, float | None] = {}
-        for place in PLACES:
-            given = Namespace(data=arguments[place])
-            if arguments[place] is None:
-                found: dict[str, float | None] = {"linear": None, "knn": None}
-            elif place == "imagenet":
-                found = {}
-                for protocol in ("linear", "knn"):
-                    classes = classify(protocol, given, frozen)
-                    labels = classes.fitted.predict(classes.load(UPRIGHT))[classes.fitted.main]
-                    found[protocol] = accuracy(_confusion(labels, classes.load(UPRIGHT)))
-            else:
-                masks = segment(given, frozen)
-                scores = masks.fitted.evaluate(masks.load(UPRIGHT), progress=True)
-                found = {name: scores[name].mean_iou for name in ("linear", "knn")}
-            row |= {f"{place} {name}": value for name, value in found.items()}
+        for place, score in PLACES.items():
+            found = score(Namespace(data=arguments[place]), frozen) if arguments[place] else {}
+            row |= {f"{place} {name}": found.get(name) for name in ("linear", "knn")}
     if not frozen.world.main:
         return 0
+    model = frozen.backbone.model
+    gmacs = count(model).macs / 1e9 if isinstance(model, ViT) else None
     if arguments.json:
         print_json({**frozen.about(arguments), "gmacs": gmacs, **row})
     else:
-        cells = [NOTHING if value is None else f"{100 * value:.1f}" for value in row.values()]
         header = ["model", "GMACs", *(key.replace("knn", "k-NN") for key in row)]
-        print_table(header, [[arguments.model, f"{gmacs:.1f}", *cells]])
+        cells = [gmacs, *(None if value is None else 100 * value for value in row.values())]
+        words = [NOTHING if cell is None else f"{cell:.1f}" for cell in cells]
+        print_table(header, [[arguments.model, *words]])
     return 0
+
+
+def _accuracies(data: Namespace, frozen: Frozen) -> dict[str, float]:
+    """Accuracy of the linear probe and of k-NN."""
+    scores = {}
+    for protocol in ("linear", "knn"):
+        learned = classify(protocol, data, frozen)
+        test = learned.load(UPRIGHT)
+        scores[protocol] = accuracy(test.confusion(learned.fitted.predict(test)[learned.fitted.main]))
+    return scores
+
+
+def _mean_ious(data: Namespace, frozen: Frozen) -> dict[str, float]:
+    """Mean IoU of logistic regression and of k-NN."""
+    learned = segment(data, frozen)
+    scores = learned.fitted.evaluate(learned.load(UPRIGHT), progress=True)
+    return {name: found.mean_iou for name, found in scores.items()}
+
+
+# The data sets of the paper's table, and what is measured on them.
+PLACES = {"imagenet": _accuracies, "ade20k": _mean_ious, "voc2012": _mean_ious}
 
 
 # ---------------------------------------------------------------------- words and pictures
@@ -172,19 +184,13 @@ def everything(arguments: Namespace) -> int:
 
 def _words(chosen: Mapping[str, Any]) -> str:
     """Hyper-parameters for a human reader."""
-    values = {
-        key: "+".join(value)
-        if isinstance(value, tuple)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else value
-        for key, value in chosen.items()
-    }
-    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in values.items())
 
+    def word(value: Any) -> str:
+        if isinstance(value, tuple):
+            return "+".join(value)
+        return f"{value:g}" if isinstance(value, float) else str(value)
 
-def _confusion(labels: Tensor, test: Features) -> Tensor:
-    return confusion_matrix(test.targets, labels, len(test.source.classes))
+    return ", ".join(f"{key.replace('_', ' ')} {word(value)}" for key, value in chosen.items())
 
 
 def _is_csv(path: str | None) -> bool:
@@ -243,6 +249,7 @@ def _draw_masks(path: str, learned: Learned[Segmenter, SegmentationData]) -> Non
 
 def _add(protocol: str, parser: ArgumentParser) -> None:
     add_frozen(parser)
+    add_data(parser)
     if protocol == "segmentation":
         add_segmentation(parser)
     else:

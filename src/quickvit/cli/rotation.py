@@ -9,7 +9,7 @@ from jsonargparse import ArgumentParser, Namespace
 from torch import Tensor
 
 from quickvit.cli.accuracy import accuracies
-from quickvit.cli.arguments import add_poses
+from quickvit.cli.arguments import add_data, add_poses
 from quickvit.cli.command import Command
 from quickvit.cli.frozen import CLASSIFICATION, add_frozen, classify, freeze, segment
 from quickvit.cli.output import print_json, print_table
@@ -30,18 +30,14 @@ def rotation(arguments: Namespace) -> int:
     with freeze(arguments) as frozen:
         if arguments.protocol == "segmentation":
             masks = segment(arguments, frozen)
-            rows, test, transform = (
-                segment_in_poses(masks.fitted, masks.load, POSES),
-                masks.test,
-                masks.transform,
-            )
+            rows = segment_in_poses(masks.fitted, masks.load, POSES)
+            test, transform, shown = masks.test, masks.transform, list(rows[0].scores)
         else:
-            found = classify(arguments.protocol, arguments, frozen)
-            rows, test, transform = (
-                classify_in_poses(found.fitted, found.load, POSES),
-                found.test,
-                found.transform,
-            )
+            labels = classify(arguments.protocol, arguments, frozen)
+            rows = classify_in_poses(labels.fitted, labels.load, POSES)
+            test, transform, shown = labels.test, labels.transform, [labels.fitted.main]
+            if arguments.protocol == "hematology":
+                shown = list(rows[0].scores)
         errors: dict[str, dict[str, float]] = {}
         images = _some_images(test, transform)
         if frozen.world.main and images.shape[-2] == images.shape[-1]:
@@ -56,7 +52,7 @@ def rotation(arguments: Namespace) -> int:
         result = {"protocol": arguments.protocol, "rows": table, "feature_errors": errors}
         print_json({**frozen.about(arguments), **result})
         return 0
-    print_table(*_table(rows))
+    print_table(*_table(rows, shown))
     if errors:
         worst = {name: max(by_element.values()) for name, by_element in errors.items()}
         words = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
@@ -64,10 +60,10 @@ def rotation(arguments: Namespace) -> int:
     return 0
 
 
-def _table(rows: Sequence[PoseScores]) -> tuple[list[str], list[list[str]]]:
+def _table(rows: Sequence[PoseScores], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Per cent of each answer, its change, and the share of images that are labelled as upright."""
     header, table = ["pose"], [[str(row.pose)] for row in rows]
-    for name in rows[0].scores:
+    for name in names:
         header += [f"{name} (%)", "change"]
         for line, row in zip(table, rows, strict=True):
             line += [f"{100 * row.scores[name]:.2f}", f"{100 * row.changes(rows[0])[name]:+.2f}"]
@@ -92,6 +88,7 @@ def _some_images(source: Source, transform: Transform) -> Tensor:
 
 def _add_rotation(parser: ArgumentParser) -> None:
     add_frozen(parser, dtype="float32")
+    add_data(parser)
     add_poses(parser)
     parser.add_argument("--protocol", choices=PROTOCOLS, default=PROTOCOLS[0], help="what is asked")
     parser.add_argument("--split", help="split that is tested")

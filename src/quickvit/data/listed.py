@@ -23,7 +23,7 @@ def open_listed(
 
     A CSV file has a header with a column of paths ("Image Path", "path", "file", …) and one of classes ("Label",
     "class", …). Any other file has a path in every line, and the class after it. Where no class is given, it is the
-    name of the folder that the image lies in.
+    first folder on the way to the image.
     """
     listing, folder = Path(listing), Path(folder)
     rows = list(_read_csv(listing) if listing.suffix.lower() == ".csv" else _read_text(listing, folder))
@@ -36,6 +36,8 @@ def open_listed(
             raise ValueError(f"{listing}, line {line}: expected a path below {folder}, got {path!r}")
         if not (folder / path).is_file():
             raise FileNotFoundError(f"{listing}, line {line}: no file {folder / path}")
+        if not name:
+            raise ValueError(f"{listing}, line {line}: {path} has no class, and lies in no folder of one")
         if name not in numbers:
             raise ValueError(
                 f"{listing}, line {line}: {path} is of the class {name!r}, of which there is nothing to learn from"
@@ -62,7 +64,7 @@ def _read_csv(listing: Path) -> Iterator[Row]:
             )
         for row in reader:
             path = (row[path_column] or "").strip()
-            name = PurePath(path).parent.name if class_column is None else (row[class_column] or "").strip()
+            name = _first_folder(path) if class_column is None else (row[class_column] or "").strip()
             yield reader.line_num, path, name
 
 
@@ -72,6 +74,10 @@ def _read_text(listing: Path, folder: Path) -> Iterator[Row]:
         if not line:
             continue
         if len(words := line.rsplit(maxsplit=1)) == 1 or (folder / line).is_file():
-            yield number, line, PurePath(line).parent.name
+            yield number, line, _first_folder(line)
         else:
             yield number, words[0], words[1]
+
+
+def _first_folder(path: str) -> str:
+    return PurePath(path).parts[0] if len(PurePath(path).parts) > 1 else ""

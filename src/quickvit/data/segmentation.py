@@ -53,12 +53,16 @@ class SegmentationSource:
         """The path of an image."""
         return os.fsdecode(self.images[index])
 
+    def describe_mask(self, index: int) -> str:
+        """The path of a mask."""
+        return os.fsdecode(self.masks[index])
+
     def read_mask(self, index: int, size: tuple[int, int] | None = None) -> np.ndarray:
         """The labels [H, W] of an image, uint8; resized to the nearest if a size is given.
 
         A mask that cannot be read or does not fit its image is a ValueError that names the file.
         """
-        path = os.fsdecode(self.masks[index])
+        path = self.describe_mask(index)
         try:
             with decoding(path), Image.open(path) as file:
                 mask = file.copy()

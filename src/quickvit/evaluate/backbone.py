@@ -38,6 +38,8 @@ class Backbone:
                 f"{name} is no vision transformer: its forward_intermediates gives no prefix tokens; "
                 "use a Quick ViT or a ViT of timm"
             )
+        if getattr(getattr(model, "patch_embed", None), "img_size", getattr(model, "img_size", None)) is None:
+            raise ValueError(f"{name} has no fixed image size; create it with img_size")
         self.device, self.dtype, self.name = torch.device(device), dtype, name
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
 

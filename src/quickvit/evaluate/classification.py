@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from quickvit.data import Source, open_source
-from quickvit.evaluate.extract import Features
+from quickvit.data import Source, Unreadable, open_source
+from quickvit.evaluate.extract import Features, image_vector
 from quickvit.evaluate.knn import NEIGHBOURS, TEMPERATURE, Metric, knn_predict
 from quickvit.evaluate.linear import LEARNING_RATES, Probe, Probes, ProbeTraining, probe_grid, train_probes
 from quickvit.evaluate.logistic import LogisticRegression, fit_logistic
-from quickvit.evaluate.metrics import confusion_matrix
 from quickvit.evaluate.selection import Trial, best, hold_out
 from quickvit.train.distributed import World
 
@@ -73,38 +72,45 @@ def open_splits(spec: str | Path, test: str | None = None) -> Splits:
         return Splits(train, None, open_source(spec, "val"))
     if test == "val":
         return Splits(train, None, tested)
-    val = open_source(spec, "val")
     # Where there is no validation split, the test split takes its name too.
-    same = len(val) == len(tested) and all(val.describe(i) == tested.describe(i) for i in (0, len(val) - 1))
-    return Splits(train, None if same else val, tested)
+    val = open_source(spec, "val")
+    return Splits(train, None if _are_the_same(val, tested) else val, tested)
+
+
+def _are_the_same(one: Source, other: Source) -> bool:
+    """Whether two splits have equally many images, and the same first and last one."""
+    if len(one) != len(other):
+        return False
+    try:
+        pairs = [(one.read(i).image, other.read(i).image) for i in (0, len(one) - 1)]
+    except Unreadable:
+        return all(one.describe(i) == other.describe(i) for i in (0, len(one) - 1))
+    return all(a.size == b.size and a.tobytes() == b.tobytes() for a, b in pairs)
 
 
 def require_known_classes(train: Features, others: Sequence[Features]) -> None:
-    """Refuse samples of which there is nothing to learn, and say which."""
+    """Refuse samples of no class, and of classes of which there is nothing to learn, by name."""
     for features in (train, *others):
-        source = features.source
-        if not source.classes or source.classes != train.source.classes:
+        source, known = features.source, train.source.classes
+        if not known or source.classes != known:
             raise ValueError(
-                f"{source.name} has {len(source.classes)} classes, {train.source.name} has "
-                f"{len(train.source.classes)}; expected the same ones, and some"
+                f"{source.name} has {len(source.classes)} classes, {train.source.name} has {len(known)}; "
+                "expected the same ones, and some"
+            )
+        outside = (features.targets < 0) | (features.targets >= len(known))
+        if outside.any():
+            place = int(outside.nonzero()[0])
+            raise ValueError(
+                f"{source.describe(int(features.indices[place]))} has the class number "
+                f"{int(features.targets[place])}; expected 0 … {len(known) - 1}"
             )
         unknown = ~torch.isin(features.targets, train.targets)
         if unknown.any():
             place = int(unknown.nonzero()[0])
-            label = source.classes[int(features.targets[place])]
             raise ValueError(
-                f"{source.describe(int(features.indices[place]))} is of the class {label!r}, of which "
-                f"{train.source.name} has no readable image"
+                f"{source.describe(int(features.indices[place]))} is of the class "
+                f"{known[int(features.targets[place])]!r}, of which {train.source.name} has no readable image"
             )
-
-
-def confusions(classifier: Classifier, features: Features) -> dict[str, Tensor]:
-    """The confusion matrix of each of a classifier's answers."""
-    classes = len(features.source.classes)
-    return {
-        name: confusion_matrix(features.targets, labels, classes)
-        for name, labels in classifier.predict(features).items()
-    }
 
 
 # ---------------------------------------------------------------------- nearest neighbours
@@ -261,13 +267,11 @@ def fit_logistic_grid(
     vectors = train.vector.to(device)
     rows, held, targets = _choose_on(train, val)
     learned, labels = (vectors, train.targets) if rows is None else (vectors[rows], train.targets[rows])
-    tested = held["class_1"] if "class_1" in held else held["average"]
     scores = {}
-    for c in tqdm(
-        cs[world.rank :: world.size], "logistic", unit="fit", disable=not (progress and world.main)
-    ):
+    mine = cs[world.rank :: world.size]
+    for c in tqdm(mine, "logistic regression", unit="fit", disable=not (progress and world.main)):
         fitted = fit_logistic(learned, labels, c, max_iterations=max_iterations)
-        scores[c] = _accuracy(fitted.predict(tested).cpu(), targets)
+        scores[c] = _accuracy(fitted.predict(image_vector(held)).cpu(), targets)
     for others in world.gather(scores):
         scores |= others
     trials = tuple(Trial({"c": c}, scores[c]) for c in cs)

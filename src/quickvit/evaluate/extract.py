@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from quickvit.data import EvalLoader, Source, Transform
 from quickvit.data.loader import MAX_UNREADABLE
 from quickvit.evaluate.backbone import Backbone
+from quickvit.evaluate.metrics import confusion_matrix
 from quickvit.evaluate.rotation import UPRIGHT, Pose, cut_circle
 from quickvit.evaluate.store import PRESENT, ArrayStore, Rows, Spec, default_cache
 from quickvit.train.distributed import World
@@ -71,8 +72,17 @@ class Features:
 
     @property
     def vector(self) -> Tensor:
-        """What stands for an image: the last class token, or without one the average of the patches."""
-        return self.arrays["class_1" if "class_1" in self.arrays else "average"]
+        """What stands for an image."""
+        return image_vector(self.arrays)
+
+    def confusion(self, labels: Tensor) -> Tensor:
+        """The confusion matrix of labels [n] that were given to the samples."""
+        return confusion_matrix(self.targets, labels, len(self.source.classes))
+
+
+def image_vector(arrays: Mapping[str, Tensor]) -> Tensor:
+    """What stands for an image: the last class token, or without one the average of the patches."""
+    return arrays["class_1"] if "class_1" in arrays else arrays["average"]
 
 
 def extract(
@@ -118,18 +128,22 @@ def extract(
     return Features(arrays, targets, indices, source)
 
 
-def describe_source(source: Source) -> str:
-    """A digest of what a source holds: all names and, where it has them at hand, targets; size and time of change of
-    at most 10,000 of its files."""
+def describe_source(source: Source, name: Callable[[int], str] | None = None) -> str:
+    """A digest of what a source holds, by which its features are found again.
+
+    All names (by default of the samples) and, where the source has them at hand, targets; of at most 10,000 of its
+    files also size and time of change.
+    """
+    name = name or source.describe
     digest = blake2b(repr((source.name, source.classes, len(source))).encode(), digest_size=16)
     targets = getattr(source, "targets", None)
     digest.update(b"" if targets is None else repr(list(map(int, targets))).encode())
     step = -(-len(source) // INSPECTED)
     for index in range(len(source)):
-        name = source.describe(index)
-        digest.update(os.fsencode(name) + b"\0")
-        if index % step == 0 and os.path.isfile(name):
-            status = os.stat(name)
+        path = name(index)
+        digest.update(os.fsencode(path) + b"\0")
+        if index % step == 0 and os.path.isfile(path):
+            status = os.stat(path)
             digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
     return digest.hexdigest()
 

@@ -17,11 +17,11 @@ NEIGHBOURS = (1, 10, 20, 100, 200)
 
 # Bytes of the similarities that exist at one time, and of the keys that they are computed from.
 SCORE_BYTES = 2**30
-KEY_BYTES = 2**29
+KEY_BYTES = 2**30
 # Queries whose neighbours so far are kept on the device while all keys pass by.
 QUERY_BLOCK = 2**18
-# Neighbouring similarities of which only the largest is looked at first.
-GROUP = 64
+# Similarities of which only the largest is looked at first.
+GROUP = 32
 
 
 class Neighbours(NamedTuple):
@@ -46,9 +46,10 @@ def nearest(
 ) -> Neighbours:
     """The k nearest of `keys` [n, D] for each of `queries` [Q, D], found on `device`, by default the queries' own.
 
-    Exact for the features as they are stored: products of 16-bit features are summed and kept in float32. The
-    keys may be memory-mapped; they are read once for every 262,144 queries. Equally near keys come in no certain
-    order.
+    Every key is looked at. Similarities of float32 features are computed in float64, so that features which differ
+    by rounding have the same neighbours; those of 16-bit features, which for the cosine are rounded again after the
+    division by their length, are summed and kept in float32. The keys may be memory-mapped; they are read once for
+    every 262,144 queries. Equally near keys come in no certain order.
     """
     if metric not in get_args(Metric):
         raise ValueError(f"metric must be one of {', '.join(get_args(Metric))}, got {metric!r}")
@@ -122,10 +123,11 @@ def _nearest_of_block(queries: Tensor, keys: Tensor, k: int, metric: Metric, bar
     """Neighbours of queries that are on the device, while the keys pass by piece by piece."""
     best: Neighbours | None = None
     key_rows = max(GROUP, KEY_BYTES // (keys.shape[1] * queries.element_size()))
-    query_rows = max(1, SCORE_BYTES // (4 * min(key_rows, len(keys))))
+    query_rows = max(1, SCORE_BYTES // (max(4, queries.element_size()) * min(key_rows, len(keys))))
     for start in range(0, len(keys), key_rows):
         piece = _operand(keys[start : start + key_rows], metric, queries.device)
-        found = [_best_columns(_scores(rows, piece, metric), k) for rows in queries.split(query_rows)]
+        offset = _squared_norms(piece) / 2 if metric == "l2" else None
+        found = [_best_columns(_scores(rows, piece, offset), k) for rows in queries.split(query_rows)]
         scores, indices = (torch.cat(parts) for parts in zip(*found, strict=True))
         indices += start
         best = Neighbours(scores, indices) if best is None else _merge(best, Neighbours(scores, indices), k)
@@ -137,11 +139,13 @@ def _nearest_of_block(queries: Tensor, keys: Tensor, k: int, metric: Metric, bar
 
 
 def _operand(rows: Tensor, metric: Metric, device: torch.device) -> Tensor:
-    """Rows on the device, in a type that it multiplies with float32 sums, and for the cosine of length 1."""
-    dtype = rows.dtype
-    if rows.element_size() < 4 and device.type != "cuda":
-        dtype = torch.float32
-    rows = rows.to(device, dtype)
+    """Rows on the device, in a type that it multiplies with sums of at least twice as many bits; for the cosine of
+    length 1."""
+    if rows.element_size() == 4:
+        rows = rows.to(device, torch.float64)
+    else:
+        short = rows.element_size() < 4 and device.type != "cuda"
+        rows = rows.to(device, torch.float32 if short else rows.dtype)
     if metric == "cosine":
         lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=_sum_dtype(rows))
         # With `out` no copy of the rows in the wider type is made.
@@ -149,31 +153,31 @@ def _operand(rows: Tensor, metric: Metric, device: torch.device) -> Tensor:
     return rows
 
 
-def _scores(queries: Tensor, keys: Tensor, metric: Metric) -> Tensor:
-    """What is the larger, the nearer a key: q·k, for the distance less ½‖k‖²."""
+def _scores(queries: Tensor, keys: Tensor, offset: Tensor | None) -> Tensor:
+    """What is the larger, the nearer a key: q·k, for the distance less the offset ½‖k‖²."""
     short = queries.element_size() < 4
     scores = torch.mm(queries, keys.T, out_dtype=torch.float32) if short else queries @ keys.T
-    return scores if metric == "cosine" else scores.sub_(_squared_norms(keys) / 2)
+    return scores if offset is None else scores.sub_(offset)
 
 
 def _best_columns(scores: Tensor, k: int) -> Neighbours:
     """The k largest entries of each row and their columns.
 
-    The k largest lie in the k groups with the largest maxima, so one pass for the maxima replaces the several
-    passes of a selection over everything.
+    The k largest lie in the k groups of columns with the largest maxima, so one pass for the maxima replaces the
+    several passes of a selection over everything. A group is every n-th column, n being the number of groups:
+    neighbouring threads of a GPU then read neighbouring numbers.
     """
     columns = scores.shape[1]
     groups = columns // GROUP
     if groups < 4 * k:
         return Neighbours(*scores.topk(min(k, columns)))
-    whole = scores[:, : groups * GROUP].unflatten(1, (groups, GROUP))
-    chosen = whole.amax(2).topk(k, sorted=False).indices
-    candidates = whole.gather(1, chosen[..., None].expand(-1, -1, GROUP)).flatten(1)
-    places = (chosen[..., None] * GROUP + torch.arange(GROUP, device=scores.device)).flatten(1)
-    rest = torch.arange(groups * GROUP, columns, device=scores.device).expand(len(scores), -1)
-    candidates = torch.cat([candidates, scores[:, groups * GROUP :]], 1)
-    top = candidates.topk(k)
-    return Neighbours(top.values, torch.cat([places, rest], 1).gather(1, top.indices))
+    whole, rest = scores[:, : groups * GROUP].unflatten(1, (GROUP, groups)), scores[:, groups * GROUP :]
+    chosen = whole.amax(1).topk(k, sorted=False).indices
+    candidates = whole.gather(2, chosen[:, None].expand(-1, GROUP, -1)).flatten(1)
+    top = (torch.cat([candidates, rest], 1) if rest.shape[1] else candidates).topk(k)
+    row, place = top.indices // k, top.indices % k
+    found = row * groups + chosen.gather(1, place)
+    return Neighbours(top.values, found.where(row < GROUP, top.indices + GROUP * (groups - k)))
 
 
 def _merge(first: Neighbours, second: Neighbours, k: int) -> Neighbours:

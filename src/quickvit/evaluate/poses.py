@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.classification import Classifier
-from quickvit.evaluate.extract import Features
+from quickvit.evaluate.extract import Features, image_vector
 from quickvit.evaluate.rotation import Pose
 from quickvit.evaluate.segmentation import SegmentationData, Segmenter
 from quickvit.group import act_on_grid, act_on_image
@@ -66,12 +66,10 @@ def feature_errors(backbone: Backbone, images: Tensor) -> dict[str, dict[str, fl
     relative to the spread over the images [B, 3, H, W], B ≥ 2, H = W; 0 is perfect, and unrelated features have √2.
     """
 
-    def vector(x: Tensor) -> Tensor:
-        found = backbone.pooled(x)
-        return found.get("class_1", found["average"])
-
     errors = {
-        "vector": equivariance_error(vector, images, act_on_image, unmoved),
+        "vector": equivariance_error(
+            lambda x: image_vector(backbone.pooled(x)), images, act_on_image, unmoved
+        ),
         "patches": equivariance_error(
             lambda x: backbone.dense(x)["patches"], images, act_on_image, act_on_grid
         ),

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from quickvit.data import EvalTransform, derived_seed
+from quickvit.data import EvalTransform
 from quickvit.data.segmentation import SegmentationSource
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.extract import Extraction, describe_source, extract
@@ -27,7 +27,7 @@ from quickvit.evaluate.knn import Metric, nearest
 from quickvit.evaluate.logistic import LogisticRegression, fit_logistic, moments
 from quickvit.evaluate.metrics import accuracy, confusion_matrix, iou, mean_iou
 from quickvit.evaluate.rotation import UPRIGHT, Pose
-from quickvit.evaluate.selection import FRACTION, Trial, best
+from quickvit.evaluate.selection import FRACTION, Trial, best, hold_out
 from quickvit.evaluate.store import ArrayStore, Rows, Spec
 from quickvit.train.distributed import World
 
@@ -136,7 +136,8 @@ def load_segmentation(
     extraction = extraction or Extraction()
     transform = squeezed(backbone)
     found = extract(backbone, source, transform, extraction, dense=True, pose=pose, circle=circle)
-    key = {"masks": describe_source(source), "labels": source.labels, "ignored": source.ignored}
+    masks_of = describe_source(source, source.describe_mask)
+    key = {"masks": masks_of, "labels": source.labels, "ignored": source.ignored}
     specs = {MASK: Spec(transform.size, torch.uint8)}
     store = ArrayStore(extraction.root, "masks", key, len(source), specs)
     store.fill(partial(_read_masks, source, transform.size, extraction), extraction.world)
@@ -192,7 +193,7 @@ def fit_segmentation(
 ) -> Segmenter:
     """Choose hyper-parameters on the images held out, then fit to all; the processes of `world` share the trials."""
     protocol, world, device = protocol or SegmentationProtocol(), world or World(), torch.device(device)
-    fitted_on, chosen_on = _hold_out(len(train.masks), protocol)
+    fitted_on, chosen_on = hold_out(torch.zeros(len(train.masks)), protocol.fraction, protocol.seed)
     scaler = _Scaler.of(train, fitted_on, device)
     keys = _gather(train, fitted_on, scaler, learnable=True)
     held = _gather(train, chosen_on, scaler)
@@ -291,18 +292,6 @@ def _gather(data: SegmentationData, images: Tensor, scaler: _Scaler, *, learnabl
             else "there are more processes than images; start fewer"
         )
     return _Patches(*(whole[:end] for whole in patches))
-
-
-def _hold_out(images: int, protocol: SegmentationProtocol) -> tuple[Tensor, Tensor]:
-    """The images to fit to, and those to choose on."""
-    generator = torch.Generator().manual_seed(derived_seed(protocol.seed, "hold out"))
-    order = torch.randperm(images, generator=generator)
-    number = int(images * protocol.fraction)
-    if not 0 < number < images:
-        raise ValueError(
-            f"{images} training images are too few to hold out {protocol.fraction:g} of them for choosing"
-        )
-    return order[number:].sort().values, order[:number].sort().values
 
 
 # ---------------------------------------------------------------------- classifiers

@@ -46,7 +46,8 @@ class Unfolding:
     def __call__(self, corner: Tensor) -> Tensor:
         """Unfold a corner."""
         (height, width), (h, w) = self.size, self.corner_size
-        padded = functional.pad(corner, (0, width - w, 0, height - h))[self._source]
+        corners = functional.pad(corner, (0, width - w, 0, height - h)).unbind()
+        padded = torch.stack([corners[i] for i in self._source])
         shape = (-1, *[1] * (corner.ndim - 1))
         total = torch.zeros_like(padded)
         for g, row in zip(self.group.elements, self._coefficients, strict=True):

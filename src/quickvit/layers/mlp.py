@@ -8,6 +8,7 @@ from quickvit.group import D8, DihedralGroup
 from quickvit.layers.dropout import OcticDropout
 from quickvit.layers.linear import OcticLinear
 from quickvit.ops import octic_gelu
+from quickvit.ops.mlp import octic_mlp, takes_mlp
 
 
 class OcticMlp(nn.Module):
@@ -23,14 +24,20 @@ class OcticMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to packed tokens."""
-        return self.drop2(self.fc2(self._hidden(x)))
+        y, bias = self._branch(x)
+        return self.drop2(y if bias is None else y + self.fc2.out_layout.embed_invariant(bias))
 
     def deferred(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """As forward, with a bias that is left to add, see `OcticLinear.deferred`."""
         if self.training and self.drop2.p:
             return self(x), None
-        return self.fc2.deferred(self._hidden(x))
+        return self._branch(x)
 
-    def _hidden(self, x: Tensor) -> Tensor:
-        hidden, bias = self.fc1.deferred(x)
-        return self.drop1(octic_gelu(hidden, bias, self.group, overwrite=True))
+    def _branch(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        up, down = self.fc1, self.fc2
+        dropout = self.training and self.drop1.p
+        if not dropout and takes_mlp(x, self.group, *up.parameters(), *down.parameters()):
+            weights = down.weight_1, down.weight_2
+            return octic_mlp(x, up.weight_1, up.weight_2, up.bias, *weights), down.bias
+        hidden, bias = up.deferred(x)
+        return down.deferred(self.drop1(octic_gelu(hidden, bias, self.group, overwrite=True)))

@@ -6,7 +6,7 @@ As those of Quick ViTs they are untrusted: only known options of a sane size bui
 from __future__ import annotations
 
 from math import isfinite
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -23,24 +23,9 @@ from quickvit.models.checkpoints import (
 )
 from quickvit.models.zoo import STANDARD, ViT, create_model
 
-# What may be said about a model, and the largest number that makes sense there.
-OPTIONS: dict[str, tuple[Any, float]] = {
-    "img_size": (int | tuple[int, int], 2**16),
-    "patch_size": (int, 2**10),
-    "num_classes": (int, 2**24),
-    "global_pool": (str, 0),
-    "embed_dim": (int, 2**16),
-    "depth": (int, 2**10),
-    "num_heads": (int, 2**12),
-    "mlp_ratio": (float, 2**10),
-    "qkv_bias": (bool, 1),
-    "init_values": (float | None, 2**10),
-    "class_token": (bool, 1),
-    "reg_tokens": (int, 2**10),
-    "no_embed_class": (bool, 1),
-    "dynamic_img_size": (bool, 1),
-    "drop_path_rate": (float, 1),
-}
+# The options of a ViT; only plain values of their types are taken from a file.
+OPTIONS = get_type_hints(VisionTransformer.__init__)
+LARGEST = 2**31
 
 
 def standard_config(model: VisionTransformer) -> dict[str, Any] | None:
@@ -53,8 +38,10 @@ def standard_config(model: VisionTransformer) -> dict[str, Any] | None:
     return {**created, PREPROCESSING: preprocessing} if preprocessing else created
 
 
-def restore_any(config: dict[str, Any] | None, state: dict[str, Tensor], source: str = "the checkpoint") -> ViT:
-    """Build the Quick ViT or the standard one that a checkpoint describes and load its weights; neither is trusted."""
+def restore_any(
+    config: dict[str, Any] | None, state: dict[str, Tensor], source: str = "the checkpoint"
+) -> ViT:
+    """Build the model that a checkpoint describes, a Quick ViT or a standard one, and load its weights."""
     if config is None or STANDARD not in config:
         return restore(config, state, source)
     options: dict[str, Any] = {
@@ -86,8 +73,6 @@ def restore_any(config: dict[str, Any] | None, state: dict[str, Tensor], source:
 
 def _fits(name: str, value: Any) -> bool:
     """Whether an option is known, and its value of its type and size."""
-    if name not in OPTIONS:
-        return False
-    hint, most = OPTIONS[name]
     numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, int | float)]
-    return is_a(value, hint) and all(isfinite(v) and 0 <= v <= most for v in numbers)
+    sane = all(isfinite(v) and 0 <= v < LARGEST for v in numbers)
+    return name in OPTIONS and is_a(value, OPTIONS[name]) and sane

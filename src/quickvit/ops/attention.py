@@ -13,7 +13,8 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 from quickvit.group import D8, Layout
-from quickvit.ops.backend import fused
+from quickvit.ops.backend import fused, needs_grad
+from quickvit.ops.operator import fused_operator, kernels
 
 
 def octic_attention(
@@ -23,7 +24,7 @@ def octic_attention(
 
     `layout` is that of qkv.
     """
-    if not fused(qkv, layout.group):
+    if not fused(qkv, layout.group) or (dropout and qkv.is_cpu):
         return definition(qkv, heads, layout, bias, dropout=dropout)
     if not dropout and _reads_packed(qkv, heads):
         return _attention(qkv, bias, heads)[0]
@@ -49,7 +50,9 @@ def definition(
 
 
 def _reads_packed(qkv: Tensor, heads: int) -> bool:
-    """Whether the kernel that reads packed channels takes these heads: pieces of 16 or 32 bytes, aligned."""
+    """Whether a kernel that reads packed channels takes these heads: on a GPU, pieces of 16 or 32 bytes, aligned."""
+    if qkv.is_cpu:
+        return True
     return qkv.element_size() == 2 and qkv.shape[-1] // (3 * D8.order * heads) in (8, 16)
 
 
@@ -57,8 +60,8 @@ def _fits_whole_heads(qkv: Tensor, bias: Tensor | None, heads: int) -> bool:
     """Whether the kernel that keeps a head's keys and values takes these; it has no gradient."""
     from quickvit.ops.triton.whole_head import takes
 
-    needs_grad = torch.is_grad_enabled() and (qkv.requires_grad or (bias is not None and bias.requires_grad))
-    return qkv.element_size() == 2 and not needs_grad and takes(qkv.shape[1], qkv.shape[2] // (3 * heads))
+    dim = qkv.shape[2] // (3 * heads)
+    return qkv.element_size() == 2 and not needs_grad(qkv, bias) and takes(qkv.shape[1], dim)
 
 
 @torch.library.triton_op("quickvit::octic_whole_heads", mutates_args=())
@@ -142,11 +145,9 @@ def _merge_backward(ctx, grad):
 _merge_heads.register_autograd(_merge_backward, setup_context=_merge_setup)
 
 
-@torch.library.triton_op("quickvit::octic_attention", mutates_args=())
+@fused_operator("octic_attention")
 def _attention(qkv: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    from quickvit.ops.triton.attention import attention_forward
-
-    return attention_forward(qkv.contiguous(), bias, heads)
+    return kernels(qkv, "attention").attention_forward(qkv.contiguous(), bias, heads)
 
 
 @_attention.register_fake
@@ -156,13 +157,13 @@ def _(qkv, bias, heads):
     return qkv.new_empty(batch, tokens, channels // 3), lse
 
 
-@torch.library.triton_op("quickvit::octic_attention_grad", mutates_args=())
+@fused_operator("octic_attention_grad")
 def _attention_grad(
     grad: Tensor, qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, heads: int
 ) -> Tensor:
-    from quickvit.ops.triton.attention import attention_backward
-
-    return attention_backward(grad.contiguous(), qkv.contiguous(), bias, out, lse, heads)
+    return kernels(qkv, "attention").attention_backward(
+        grad.contiguous(), qkv.contiguous(), bias, out, lse, heads
+    )
 
 
 @_attention_grad.register_fake
@@ -184,13 +185,16 @@ def _backward(ctx, grad, _):
 _attention.register_autograd(_backward, setup_context=_setup)
 
 
-@register_flop_formula([torch.ops.quickvit.octic_attention, torch.ops.quickvit.octic_whole_heads])
+_ops = torch.ops.quickvit
+
+
+@register_flop_formula([_ops.octic_attention, _ops.octic_attention_cpu, _ops.octic_whole_heads])
 def _attention_flops(qkv, *_, **__):
     batch, tokens, channels = qkv
     return 4 * batch * tokens**2 * (channels // 3)
 
 
-@register_flop_formula(torch.ops.quickvit.octic_attention_grad)
+@register_flop_formula([_ops.octic_attention_grad, _ops.octic_attention_grad_cpu])
 def _attention_grad_flops(grad, *_, **__):
     batch, tokens, channels = grad
     return 10 * batch * tokens**2 * channels

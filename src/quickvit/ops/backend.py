@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quickvit.group import D8, DihedralGroup
+from quickvit.ops.cpu import library
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +41,27 @@ def is_plain() -> bool:
 
 
 def fused(x: Tensor, group: DihedralGroup) -> bool:
-    """Whether the Triton kernels take `x`: D8 on a CUDA device, in a dtype they store."""
-    if is_plain() or not x.is_cuda:
+    """Whether hand-made kernels take `x`: those of Triton on a CUDA device, those in C on the CPU, for D8."""
+    if is_plain() or not (x.is_cuda or x.is_cpu):
         return False
-    choice = group == D8 and x.dtype in _FUSED_DTYPES and _HAS_TRITON
+    choice = group == D8 and (_triton_takes(x) if x.is_cuda else _c_takes(x))
     if not torch.compiler.is_compiling():
-        _log_choice(choice, str(group), str(x.dtype))
+        _log_choice(choice, str(group), str(x.dtype), x.device.type)
     return choice
+
+
+def _triton_takes(x: Tensor) -> bool:
+    return x.dtype in _FUSED_DTYPES and _HAS_TRITON
+
+
+def _c_takes(x: Tensor) -> bool:
+    # Under autocast the products, and what is between them, are in half precision.
+    return x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu") and library.available()
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd will ask for a gradient of one of them."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -59,6 +74,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 @cache
-def _log_choice(choice: bool, group: str, dtype: str) -> None:
-    path = "fused Triton kernels" if choice else "plain PyTorch operators"
-    logger.info("%s layers in %s on CUDA use %s", group, dtype, path)
+def _log_choice(choice: bool, group: str, dtype: str, device: str) -> None:
+    fused_path = "Triton kernels" if device == "cuda" else "C kernels"
+    path = fused_path if choice else "plain PyTorch operators"
+    logger.info("%s layers in %s on %s use %s", group, dtype, device.upper(), path)

@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from quickvit.group import D8, DihedralGroup, isotypic_to_regular, regular_to_isotypic
 from quickvit.group.layout import packed_fourier_matrix
-from quickvit.ops.backend import fused, is_plain
+from quickvit.ops.backend import fused, is_plain, needs_grad
+from quickvit.ops.operator import fused_operator, kernels
 
 # Elements per step off the fused path: 1.5 MB in single precision.
 _STEP_ELEMENTS = 128 * 3072
@@ -23,15 +24,14 @@ def octic_gelu(
     """
     if is_plain():
         return definition(x, bias, group)
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    rows, on_gpu = x.flatten(0, -2), fused(x, group)
-    if overwrite and x.is_contiguous() and not needs_grad:
-        if on_gpu:
+    rows, in_one_kernel = x.flatten(0, -2), fused(x, group)
+    if overwrite and x.is_contiguous() and not needs_grad(x, bias):
+        if in_one_kernel:
             _fused_gelu_into(rows, bias)
         else:
             _gelu_into(rows, bias, group.order)
         return x
-    y = _fused_gelu(rows, bias) if on_gpu else _gelu(rows, bias, group.order)
+    y = _fused_gelu(rows, bias) if in_one_kernel else _gelu(rows, bias, group.order)
     return y.view(x.shape)
 
 
@@ -42,28 +42,38 @@ def definition(x: Tensor, bias: Tensor | None = None, group: DihedralGroup = D8)
     return regular_to_isotypic(functional.gelu(isotypic_to_regular(x, group)), group)
 
 
-# ---------------------------------------------------------------------- in one kernel, on a GPU
+# ---------------------------------------------------------------------- in one kernel
 
 
-@torch.library.triton_op("quickvit::octic_gelu_fused", mutates_args=())
+@fused_operator("octic_gelu_fused")
 def _fused_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
-    from quickvit.ops.triton.gelu import gelu_forward
+    x = x.contiguous()
+    return kernels(x, "gelu").gelu_forward(x, bias)
 
-    return gelu_forward(x.contiguous(), bias)
+
+@_fused_gelu.register_fake
+def _(x: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.triton_op("quickvit::octic_gelu_fused_", mutates_args=("x",))
+@fused_operator("octic_gelu_fused_", mutates_args=("x",))
 def _fused_gelu_into(x: Tensor, bias: Tensor | None) -> None:
-    from quickvit.ops.triton.gelu import gelu_forward
-
-    gelu_forward(x, bias, x)
+    kernels(x, "gelu").gelu_forward(x, bias, x)
 
 
-@torch.library.triton_op("quickvit::octic_gelu_fused_grad", mutates_args=())
+@_fused_gelu_into.register_fake
+def _(x: Tensor, bias: Tensor | None) -> None:
+    return None
+
+
+@fused_operator("octic_gelu_fused_grad")
 def _fused_gelu_grad(grad: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    from quickvit.ops.triton.gelu import gelu_backward
+    return kernels(x, "gelu").gelu_backward(grad.contiguous(), x.contiguous(), bias)
 
-    return gelu_backward(grad.contiguous(), x.contiguous(), bias)
+
+@_fused_gelu_grad.register_fake
+def _(grad: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _fused_setup(ctx, inputs, output) -> None:

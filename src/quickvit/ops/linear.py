@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from quickvit.ops.backend import autocast, is_plain
+from quickvit.group import DihedralGroup
+from quickvit.ops.backend import autocast, fused, is_plain
+from quickvit.ops.cpu.linear import linear_forward
 
 
 def octic_linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -52,6 +54,8 @@ def _linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) 
     if x.stride(1) != 1:
         x = x.contiguous()
     n1, n2 = len(weight_1), len(weight_2)
+    if x.is_cpu and fused(x, DihedralGroup(n1 + 4 * n2)):
+        return linear_forward(x, weight_1, weight_2, bias)
     y = x.new_empty(x.shape[0], weight_1.shape[1] * (n1 + 4 * n2))
     if not x.shape[0]:
         return y

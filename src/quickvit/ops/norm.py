@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from quickvit.group import D8, Layout
 from quickvit.ops.backend import fused
+from quickvit.ops.operator import fused_operator, kernels
 
 
 def octic_layer_norm(
@@ -116,16 +117,15 @@ def _centre(x: Tensor, layout: Layout) -> Tensor:
 
 def _output_dtype(x: Tensor) -> torch.dtype:
     """Under autocast the norm feeds a matrix product, so it writes that product's dtype."""
-    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-@torch.library.triton_op("quickvit::octic_layer_norm", mutates_args=())
+@fused_operator("octic_layer_norm")
 def _norm(
     x: Tensor, gain: Tensor, shift: Tensor, eps: float, pair_weight: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    from quickvit.ops.triton.norm import norm_forward
-
-    return norm_forward(x.contiguous(), gain, shift, eps, dtype, pair_weight)
+    return kernels(x, "norm").norm_forward(x.contiguous(), gain, shift, eps, dtype, pair_weight)
 
 
 @_norm.register_fake
@@ -133,13 +133,13 @@ def _(x, gain, shift, eps, pair_weight, dtype):
     return x.new_empty(x.shape, dtype=dtype), _fake_statistics(x)
 
 
-@torch.library.triton_op("quickvit::octic_layer_norm_grad", mutates_args=())
+@fused_operator("octic_layer_norm_grad")
 def _norm_grad(
     grad: Tensor, x: Tensor, statistics: Tensor, gain: Tensor, pair_weight: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from quickvit.ops.triton.norm import norm_backward
-
-    return norm_backward(grad.contiguous(), x.contiguous(), statistics, gain, None, pair_weight)
+    return kernels(x, "norm").norm_backward(
+        grad.contiguous(), x.contiguous(), statistics, gain, None, pair_weight
+    )
 
 
 @_norm_grad.register_fake
@@ -160,7 +160,7 @@ def _norm_backward(ctx, grad, _):
 _norm.register_autograd(_norm_backward, setup_context=_norm_setup)
 
 
-@torch.library.triton_op("quickvit::octic_residual_norm", mutates_args=())
+@fused_operator("octic_residual_norm")
 def _residual_norm(
     x: Tensor,
     branch: Tensor,
@@ -173,10 +173,8 @@ def _residual_norm(
     pair_weight: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from quickvit.ops.triton.norm import residual_norm_forward
-
     x, branch, tokens = x.contiguous(), branch.contiguous(), _tokens_per_sample(x, sample_scale)
-    return residual_norm_forward(
+    return kernels(x, "norm").residual_norm_forward(
         x, branch, bias, scale, sample_scale, tokens, gain, shift, eps, dtype, pair_weight
     )
 
@@ -186,7 +184,7 @@ def _(x, branch, bias, scale, sample_scale, gain, shift, eps, pair_weight, dtype
     return x.new_empty(x.shape), x.new_empty(x.shape, dtype=dtype), _fake_statistics(x)
 
 
-@torch.library.triton_op("quickvit::octic_residual_norm_grad", mutates_args=())
+@fused_operator("octic_residual_norm_grad")
 def _residual_norm_grad(
     grad: Tensor,
     grad_stream: Tensor,
@@ -199,9 +197,7 @@ def _residual_norm_grad(
     sample_scale: Tensor | None,
     pair_weight: float,
 ) -> list[Tensor]:
-    from quickvit.ops.triton.norm import residual_norm_backward
-
-    grads = residual_norm_backward(
+    grads = kernels(stream, "norm").residual_norm_backward(
         grad.contiguous(),
         grad_stream.contiguous(),
         stream,

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from quickvit.ops.storage import cache_folder
+
 logger = logging.getLogger(__name__)
 
 Tile = tuple[int, ...]
@@ -61,8 +63,7 @@ def requests() -> Iterator[dict[str, Tile]]:
 
 def path(gpu: str) -> Path:
     """The file with the tiles for a kind of GPU."""
-    cached = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cached / "quickvit" / "tiles" / f"{re.sub('[^a-z0-9]+', '-', gpu.lower())}.json"
+    return cache_folder("tiles") / f"{re.sub('[^a-z0-9]+', '-', gpu.lower())}.json"
 
 
 @cache

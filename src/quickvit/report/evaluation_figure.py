@@ -25,7 +25,7 @@ def draw_confusion(confusion: Tensor, classes: Sequence[str], path: Path) -> Non
     side = min(14.0, 2.5 + 0.45 * len(classes))
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.add_subplot()
-    image = axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
+    image = axes.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, shrink=0.6, label="share of the true class")
     axes.set_xlabel("predicted")
     axes.set_ylabel("true")

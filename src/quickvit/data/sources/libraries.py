@@ -92,7 +92,9 @@ def open_hugging_face(name: str, root: str | None, split: str, *, labelled: bool
     available = get_dataset_split_names(name)
     own = next((word for word in SPLITS.get(split, ()) if word in available), None)
     if own is None:
-        raise ValueError(f"hfds/{name} has the splits {', '.join(available)}, none of them is {split!r}")
+        raise FileNotFoundError(
+            f"hfds/{name} has the splits {', '.join(available)}, none of them is {split!r}"
+        )
     try:
         reader = ReaderHfds(name=name, root=root, split=own)
     except KeyError as error:

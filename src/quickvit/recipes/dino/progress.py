@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quickvit.data import EvalLoader, EvalTransform, Source
-from quickvit.evaluate.classification import Classifier, confusions
+from quickvit.evaluate.classification import Classifier
 from quickvit.evaluate.extract import Features
 from quickvit.evaluate.metrics import accuracy, balanced_accuracy, weighted_f1
 from quickvit.train import World
@@ -57,7 +57,7 @@ def collect(
 def scores(classifier: Classifier, features: Features) -> dict[str, float]:
     """All scores of all answers of a classifier, by names like "20-NN/accuracy"."""
     return {
-        f"{answer}/{name}": score(confusion)
-        for answer, confusion in confusions(classifier, features).items()
+        f"{answer}/{name}": score(features.confusion(labels))
+        for answer, labels in classifier.predict(features).items()
         for name, score in SCORES.items()
     }

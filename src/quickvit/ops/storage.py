@@ -1,0 +1,9 @@
+"""Where the package keeps what it found out or built for this machine."""
+
+import os
+from pathlib import Path
+
+
+def cache_folder(name: str) -> Path:
+    """The folder quickvit/NAME of `$XDG_CACHE_HOME`, or of ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quickvit" / name
