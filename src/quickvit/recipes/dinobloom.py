@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from quickvit.data import EvalTransform, MultiCrop, Source, dinobloom_views
+from quickvit.data import EvalTransform, Source
 from quickvit.evaluate.classification import Splits, fit_hematology
 from quickvit.evaluate.extract import Features
-from quickvit.recipes.config import given
 from quickvit.recipes.dino.progress import scores
 from quickvit.recipes.dino.targets import Centering
-from quickvit.recipes.dinov2 import IMAGENET, Dinov2, Dinov2Config, resolve
+from quickvit.recipes.dinov2 import IMAGENET, Dinov2, Dinov2Config, ViewsName, resolve
 from quickvit.recipes.run import carry_out
 from quickvit.train import Outcome, World
 
@@ -33,6 +32,8 @@ class DinobloomConfig(Dinov2Config):
 
     EVALUATIONS: ClassVar[int] = 1
 
+    views: ViewsName = "dinobloom"
+    """How views are augmented: in all eight poses, without grayscale and solarisation."""
     local_views: int = 0
     """Local views of an image; DinoBloom leaves out the loss between global and local views."""
     layer_decay: float = 1.0
@@ -61,20 +62,9 @@ def train(config: DinobloomConfig, command: str = "") -> Outcome:
 
 
 class Dinobloom(Dinov2):
-    """DINOv2 on views of cells, judged by DinoBloom's protocol."""
+    """DINOv2, judged by DinoBloom's protocol."""
 
     name = "dinobloom"
-
-    def views(self) -> MultiCrop:
-        """Cells in all eight poses."""
-        config = self.config
-        return dinobloom_views(
-            config.img_size,
-            given(config.local_size),
-            config.local_views,
-            global_scale=config.global_scale,
-            local_scale=config.local_scale,
-        )
 
     def eval_transform(self) -> EvalTransform:
         """The whole image, squeezed into a square."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -26,6 +26,7 @@ from quickvit.data import (
     ViewLoader,
     cache,
     declare_preprocessing,
+    dinobloom_views,
     dinov2_views,
     eval_transform,
     mix,
@@ -71,6 +72,8 @@ REFERENCE_BATCH = 1024
 GROUP = 64
 # Shares of the updates: 12,500, 37,500 and 1,250 of 125,000.
 WARMUP, TEMPERATURE_WARMUP, FROZEN = 0.1, 0.3, 0.01
+ViewsName = Literal["dinov2", "dinobloom"]
+VIEWS: dict[ViewsName, Callable[..., MultiCrop]] = {"dinov2": dinov2_views, "dinobloom": dinobloom_views}
 # Numbers of neighbours that are noted during training.
 NEIGHBOURS = (1, 20)
 
@@ -117,6 +120,8 @@ class Dinov2Config:
     """Side of the local views; by default 96/224 of the global ones' (DINOv2), in whole patches."""
     local_views: int = 8
     """Local views of an image (DINOv2)."""
+    views: ViewsName = "dinov2"
+    """How they are augmented; dinobloom for cells and other images without an upright pose, whose colours matter."""
     global_scale: tuple[float, float] = (0.32, 1.0)
     """Area of the global views, relative to the image's (DINOv2)."""
     local_scale: tuple[float, float] = (0.05, 0.32)
@@ -356,17 +361,6 @@ class Dinov2(Recipe):
 
     # ------------------------------------------------------------------ data
 
-    def views(self) -> MultiCrop:
-        """What student and teacher see of an image."""
-        config = self.config
-        return dinov2_views(
-            config.img_size,
-            given(config.local_size),
-            config.local_views,
-            global_scale=config.global_scale,
-            local_scale=config.local_scale,
-        )
-
     def batches(self, start: int, world: World) -> Iterator[ViewBatch]:
         """Views of images, and masks."""
         config = self.config
@@ -378,7 +372,13 @@ class Dinov2(Recipe):
             )
         loader = ViewLoader(
             _open(config.data, config.cache),
-            self.views(),
+            VIEWS[config.views](
+                config.img_size,
+                given(config.local_size),
+                config.local_views,
+                global_scale=config.global_scale,
+                local_scale=config.local_scale,
+            ),
             self.masking,
             batch_size=self.batch_size,
             seed=config.seed,
