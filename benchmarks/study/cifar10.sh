@@ -10,7 +10,7 @@ shift 2
 mkdir -p "$out"
 
 recipe=(--img-size 32 --patch-size 4 --batch-size 512 --epochs 40 --warmup-epochs 5 --learning-rate 3e-3
-        --repeats 1 --run.workers 5 --run.evaluate-every 10000000 --run.save-every 10000000)
+        --repeats 1 --run.workers 5 --run.compile reduce-overhead --run.evaluate-every 970)
 declare -A models=([vit]=baseline_tiny_patch16_224 [h8]=quickvit_h8_tiny_patch16_224 [i8]=quickvit_i8_tiny_patch16_224)
 
 for name in "${!models[@]}"; do
