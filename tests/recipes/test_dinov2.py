@@ -70,6 +70,11 @@ def test_the_values_are_those_of_the_paper():
     assert (config.drop_path, config.layer_scale, config.clip, config.koleo_weight) == (0.3, 1e-5, 3.0, 0.1)
     assert (config.mask_probability, config.mask_ratio, config.group) == (0.5, (0.1, 0.5), 64)
     assert (config.precision, config.centering, config.run.evaluate_every) == ("bf16", "softmax", 12_500)
+    assert (config.momentum, config.first_teacher_temperature, config.teacher_temperature) == (
+        0.992,
+        0.04,
+        0.07,
+    )
 
 
 def test_local_views_have_whole_patches():
