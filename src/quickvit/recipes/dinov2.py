@@ -35,15 +35,14 @@ from quickvit.data import (
 from quickvit.evaluate.classification import KnnClassifier, Splits, open_splits
 from quickvit.evaluate.extract import Features
 from quickvit.evaluate.knn import TEMPERATURE
-from quickvit.models import QuickVisionTransformer, ViT
 from quickvit.recipes.config import as_plain, given, row
-from quickvit.recipes.dino.backbone import CropEncoder
+from quickvit.recipes.dino.backbone import CropEncoder, HiddenPatches
 from quickvit.recipes.dino.head import DinoHead
 from quickvit.recipes.dino.losses import dino_loss, ibot_loss, koleo_loss
 from quickvit.recipes.dino.progress import collect, scores
 from quickvit.recipes.dino.targets import Centering, Targets
 from quickvit.recipes.dino.watch import agreement, diagnose, feature_std, target_entropy
-from quickvit.recipes.model import ModelArguments, build, create, save_model, with_positions
+from quickvit.recipes.model import ModelArguments, build, create, patch_size, save_model, with_positions
 from quickvit.recipes.run import carry_out
 from quickvit.train import (
     Outcome,
@@ -355,10 +354,8 @@ class Dinov2(Recipe):
         groups += parameter_groups(head, lr, decay, rates=frozen)
         if student.mask_token is not None:
             # It belongs to the layer of the patch embedding, as a Quick ViT's does.
-            lowest = config.layer_decay ** (len(student.vit.blocks) + 1)
-            groups += parameter_groups(
-                nn.ParameterList([student.mask_token]), lambda step: lowest * lr(step), 0.0
-            )
+            lowest = scaled(lr, config.layer_decay ** (len(student.vit.blocks) + 1))
+            groups += parameter_groups(nn.ParameterList([student.mask_token]), lowest, 0.0)
         return build_optimizer("adamw", groups)
 
     def after_step(self, step: int) -> None:
@@ -539,34 +536,7 @@ class Dinov2(Recipe):
             return None
 
 
-class HiddenPatches:
-    """Which patches of masks [V, patches] are hidden, as `most` rows whatever their number is, so that shapes stay.
-
-    rows [most]: places among all patches, hidden ones first. counted [most]: whether a row is hidden; the others
-    only fill up. weights [most]: 1 / (hidden patches of the same view), 0 for the others.
-    """
-
-    def __init__(self, masks: Tensor, most: int, dtype: torch.dtype = torch.float32) -> None:
-        flat = masks.flatten()
-        self.rows = flat.to(torch.uint8).argsort(descending=True, stable=True)[:most]
-        self.counted = flat[self.rows]
-        each = masks.sum(-1).clamp(min=1)
-        self.weights = self.counted.to(dtype) / each[self.rows // masks.shape[1]]
-
-    def of(self, tokens: Tensor) -> Tensor:
-        """The rows of tokens [V, 1 + patches, C] → [most, C]."""
-        return tokens[:, 1:].flatten(0, 1)[self.rows]
-
-
 # ---------------------------------------------------------------------- parts
-
-
-def patch_size(model: ViT) -> int:
-    """Side of a model's patches."""
-    if isinstance(model, QuickVisionTransformer):
-        return model.patch_size
-    side: int = model.patch_embed.patch_size[0]
-    return side
 
 
 def _open(data: dict[str, float] | str, keep: bool) -> Source:
