@@ -12,11 +12,9 @@ import torch
 
 import quickvit
 from quickvit import QuickVisionTransformer, save_checkpoint
-from quickvit.bench.record import write
 from quickvit.data import open_source, preprocessing
 from quickvit.evaluate import Pose, measure_accuracy
 from quickvit.recipes.deit3 import Deit3, Deit3Config, resolve
-from quickvit.recipes.run import as_plain
 from quickvit.testing import randomize
 from quickvit.train import World
 
@@ -89,19 +87,15 @@ def test_a_run_of_the_baseline_is_rebuilt(run, tmp_path, average):
     recipe = Deit3(config)
     model = randomize(recipe.modules["average" if average else "model"], 3)
     recipe.export(tmp_path, World())
-    code, _, err = run("eval", "accuracy", tmp_path, "--json")
-    assert code == 2
-    assert f"{tmp_path} is not a run: it has no config.json" in err
-    write(as_plain(config), tmp_path / "config.json")
     code, out, _ = run("eval", "accuracy", tmp_path, "--json")
     expected = measure_accuracy(model, open_source("digits", "val"), preprocessing(model))
     assert code == 0
     assert json.loads(out)["rows"][0]["top1"] == 100 * expected.rows[0].top1
     assert json.loads(out)["preprocessing"]["crop_ratio"] == 0.9
-    (tmp_path / "config.json").write_text('{"model": 3}')
-    code, _, err = run("eval", "accuracy", tmp_path)
+    other = ("eval", "accuracy", "baseline_small_patch16_224", "--checkpoint", tmp_path / "model.safetensors")
+    code, _, err = run(*other)
     assert code == 2
-    assert "config.json is not the configuration of a run" in err
+    assert "is not a baseline_small_patch16_224: standard baseline_tiny_patch16_224 instead of" in err
 
 
 def test_weights_without_a_description_need_a_name(run, tmp_path):

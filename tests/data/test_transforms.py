@@ -60,19 +60,21 @@ def test_three_augment_is_one_of_three_with_equal_odds(image):
     assert all(abs(count - 200) < 4 * (600 * 2 / 9) ** 0.5 for count in found.values()), found
 
 
-def test_jitter_is_that_of_torchvision(image, monkeypatch):
+@pytest.mark.parametrize("strengths", [(0.3, 0.3, 0.3), (0.4, 0.4, 0.2, 0.1)], ids=str)
+def test_jitter_is_that_of_torchvision(image, monkeypatch, strengths):
     orders = set()
     for seed in range(40):
         draws = random.Random(seed)
-        order = [0, 1, 2]
+        order = list(range(len(strengths)))
         draws.shuffle(order)
-        factors = {number: draws.uniform(0.7, 1.3) for number in order}
+        centres = [1, 1, 1, 0]
+        factors = {n: draws.uniform(centres[n] - strengths[n], centres[n] + strengths[n]) for n in order}
         orders.add(tuple(order))
-        parameters = (torch.tensor(order), factors[0], factors[1], factors[2], None)
+        parameters = (torch.tensor(order), *(factors.get(number) for number in range(4)))
         monkeypatch.setattr(transforms.ColorJitter, "get_params", lambda *_, p=parameters: p)
-        expected = transforms.ColorJitter(0.3, 0.3, 0.3)(image)
-        assert same(color_jitter(image, random.Random(seed), 0.3), expected)
-    assert len(orders) == 6
+        expected = transforms.ColorJitter(*strengths)(image)
+        assert same(color_jitter(image, random.Random(seed), *strengths), expected)
+    assert len(orders) >= 6
 
 
 def test_the_recipe_is_its_parts_in_order(image):
@@ -82,7 +84,7 @@ def test_the_recipe_is_its_parts_in_order(image):
         expected = random_resized_crop(image, (24, 32), draws)
         if draws.random() < 0.5:
             expected = functional.hflip(expected)
-        expected = color_jitter(three_augment(expected, draws), draws, 0.3)
+        expected = color_jitter(three_augment(expected, draws), draws, 0.3, 0.3, 0.3)
         torch.testing.assert_close(
             transform(image, seed),
             functional.normalize(functional.to_tensor(expected), transform.mean, transform.std),

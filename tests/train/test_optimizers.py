@@ -150,6 +150,22 @@ def test_layer_decay_falls_from_the_head_to_the_stem():
     assert by_name["patch_embed.weight"] == by_name["cls_token.weight"] == 0.0625
 
 
+def test_weight_decay_and_chosen_learning_rates_have_schedules():
+    model = small_model()
+    groups = parameter_groups(
+        model, lambda step: 1.0, lambda step: 0.04 + step, 0.5, {"patch_embed": lambda step: 0.2 * step}
+    )
+    optimizer = build_optimizer("adamw", groups)
+    set_schedules(optimizer, 3)
+    found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    by_name = {name: found[id(p)] for name, p in model.named_parameters()}
+    assert by_name["patch_embed.weight"]["lr"] == pytest.approx(0.6 * 0.0625)
+    assert by_name["cls_token.weight"]["lr"] == 0.0625
+    assert by_name["blocks.2.attn.qkv.weight"]["weight_decay"] == 3.04
+    assert by_name["blocks.2.attn.qkv.bias"]["weight_decay"] == 0
+    assert sorted(map(id, model.parameters())) == sorted(found)
+
+
 def test_the_matrices_of_irreps_are_stacked():
     model = small_model()
     groups = parameter_groups(model, constant(1.0), 0.05)

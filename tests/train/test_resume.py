@@ -1,9 +1,7 @@
 """Runs that are interrupted at any moment end as those that are not."""
 
 import os
-import random
 import signal
-import time
 
 import pytest
 import tiny_runs
@@ -19,39 +17,22 @@ def whole(images, tmp_path_factory):
     return out
 
 
-def wait_for(out, step, process):
-    """Wait until a run has logged so many updates."""
-    while process.is_alive() and tiny_runs.last_step(out) < step:
-        time.sleep(0.002)
-
-
-def killed_and_resumed(images, out, workers, kills, seed):
+def killed_and_resumed(images, out, workers, kills):
     """Kill a run at random moments, then let it end; how many of the moments lay within a save."""
     config = tiny_runs.config(images, out, {"workers": workers}, epochs=EPOCHS)
-    generator = random.Random(seed)
-    total = EPOCHS * tiny_runs.STEPS_PER_EPOCH
-    within = 0
-    for step in sorted(generator.sample(range(total), kills)):
-        process = tiny_runs.start(config, slow=0.01)
-        wait_for(out, step, process)
-        time.sleep(generator.expovariate(100))
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        within += any((out / "checkpoints").glob(".step-*"))
-    assert tiny_runs.run(config) == 0
-    return within
+    return tiny_runs.killed_and_resumed(config, EPOCHS * tiny_runs.STEPS_PER_EPOCH, kills, seed=workers)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_and_resumed(images, whole, tmp_path, workers):
-    killed_and_resumed(images, tmp_path / "run", workers, kills=4, seed=workers)
+    killed_and_resumed(images, tmp_path / "run", workers, kills=4)
     tiny_runs.assert_same_run(tmp_path / "run", whole)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2, 4])
 def test_killed_at_twenty_moments_and_resumed(images, whole, tmp_path, workers):
-    within = killed_and_resumed(images, tmp_path / "run", workers, kills=20, seed=workers)
+    within = killed_and_resumed(images, tmp_path / "run", workers, kills=20)
     tiny_runs.assert_same_run(tmp_path / "run", whole)
     assert within > 0
 
@@ -61,7 +42,7 @@ def test_a_signal_saves_and_asks_to_be_started_again(images, whole, tmp_path, nu
     out = tmp_path / "run"
     config = tiny_runs.config(images, out, {"save_every": 1000}, epochs=EPOCHS)
     process = tiny_runs.start(config)
-    wait_for(out, 3, process)
+    tiny_runs.wait_for(out, 3, process)
     os.kill(process.pid, number)
     process.join()
     assert tiny_runs.finished(process, config) == 75

@@ -1,10 +1,12 @@
 """Schedules at given steps, and timm's scheduler."""
 
+import math
+
 import pytest
 import torch
 from timm.scheduler import CosineLRScheduler
 
-from quickvit.train import constant, cosine, warmup_cosine
+from quickvit.train import constant, cosine, warmup_cosine, warmup_then_cosine
 
 
 def test_constant():
@@ -37,3 +39,19 @@ def test_warmup_cosine_is_the_scheduler_of_deit():
     for step in range(400):
         scheduler.step_update(step)
         assert schedule(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("peak", "end", "total", "warmup", "start"),
+    [(4e-3, 1e-6, 125, 13, 0.0), (0.07, 0.07, 38, 38, 0.04), (0.04, 0.4, 125, 0, 0.0), (1.0, 0.0, 9, 1, 0.5)],
+    ids=["learning rate", "temperature", "weight decay", "one step"],
+)
+def test_warmup_then_cosine_is_the_plain_rule_of_dinov2(peak, end, total, warmup, start):
+    line = (
+        [start + (peak - start) * i / (warmup - 1) for i in range(warmup)] if warmup > 1 else [start] * warmup
+    )
+    rest = total - warmup
+    wave = [end + 0.5 * (peak - end) * (1 + math.cos(math.pi * i / rest)) for i in range(rest)]
+    expected = [*line, *wave, end, end]
+    schedule = warmup_then_cosine(peak, end, total, warmup, start)
+    assert [schedule(step) for step in range(total + 2)] == pytest.approx(expected, rel=0, abs=1e-15)

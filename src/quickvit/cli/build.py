@@ -10,11 +10,12 @@ import timm
 import torch
 from jsonargparse import Namespace
 from timm.models import is_model_in_modules
-from torch import Tensor, nn
+from torch import nn
 
 from quickvit.models import QuickVisionTransformer, ViT, create_model
-from quickvit.models.checkpoints import load_weights, read_checkpoint, restore
-from quickvit.models.zoo import BASELINES, VIT_MODULES
+from quickvit.models.checkpoints import load_weights, read_checkpoint
+from quickvit.models.standard import restore_any
+from quickvit.models.zoo import BASELINES, STANDARD, VIT_MODULES
 
 # The file of a run with the trained model.
 RESULT = "model.safetensors"
@@ -33,7 +34,7 @@ def build(
     state, config = (None, None) if checkpoint is None else read_checkpoint(checkpoint)
     if state is not None and config is not None:
         _check_same(name, config, checkpoint)
-        model: ViT = restore(config, state, str(checkpoint))
+        model = restore_any(config, state, str(checkpoint))
     else:
         # timm's ViT takes images of a size other than its own, turned ones too, only if told so at the start.
         model = create_model(name, **{} if name.startswith("quickvit_") else {"dynamic_img_size": turning})
@@ -61,13 +62,11 @@ def load_model(
             )
         file = path / RESULT if path.is_dir() else path
         state, config = read_checkpoint(file)
-        if config is not None:
-            return _resized(restore(config, state, str(file)), img_size)
-        if not path.is_dir():
+        if config is None:
             raise ValueError(
                 f"{file} does not say which model it is; give the name of the model, and the file with --checkpoint"
             )
-        return _resized(_of_run(path, state), img_size)
+        return _resized(restore_any(config, state, str(file)), img_size)
     if len(path.parts) > 1 or path.suffix in (".safetensors", ".pth", ".pt"):
         raise FileNotFoundError(f"no checkpoint at {path}")
     foreign = timm.is_model(model) and not (model.startswith("quickvit_") or model in BASELINES)
@@ -86,16 +85,6 @@ def load_model(
     if checkpoint is not None:
         load_weights(found, read_checkpoint(checkpoint)[0], source=checkpoint)
     return found
-
-
-def _of_run(folder: Path, state: dict[str, Tensor]) -> ViT:
-    """The model that the configuration of a run describes, with these weights."""
-    from quickvit.cli.train import rebuild  # it imports this module
-
-    model = rebuild(folder).modules["model"]
-    load_weights(model, state, source=str(folder / RESULT))
-    assert isinstance(model, ViT)
-    return model
 
 
 def load_named(arguments: Namespace) -> nn.Module:
@@ -146,7 +135,8 @@ def _check_same(name: str, config: dict[str, Any], checkpoint: str | None) -> No
     """Refuse a checkpoint of another architecture than the name says."""
     with torch.device("meta"):
         expected = getattr(create_model(name), "config", {})
-    differing = [key for key in ARCHITECTURE if config.get(key) != expected.get(key)]
+    keys = (STANDARD,) if STANDARD in config else ARCHITECTURE
+    differing = [key for key in keys if config.get(key) != expected.get(key)]
     if differing:
         found = ", ".join(f"{key} {config.get(key)} instead of {expected.get(key)}" for key in differing)
         raise ValueError(f"{checkpoint} is not a {name}: {found}")

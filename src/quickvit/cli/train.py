@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from dataclasses import asdict, fields, is_dataclass
@@ -17,8 +16,7 @@ from quickvit.cli.command import Command
 from quickvit.cli.output import print_json
 
 if TYPE_CHECKING:
-    from quickvit.recipes import Entry
-    from quickvit.train import Recipe
+    pass
 
 # The recipes bring PyTorch's distributed parts along, so they are imported when one is called.
 
@@ -58,9 +56,12 @@ def _replay(arguments: Namespace) -> int:
     about = read_capture(folder)
     if about.get("recipe") not in RECIPES:
         raise ValueError(f"{folder} is of a recipe that this version does not know: {about.get('recipe')!r}")
-    settings = {**about["settings"], "data": "", "out": str(folder)}
+    recipe = RECIPES[about["recipe"]]
+    settings = _recipe_parser(recipe.config).parse_object(
+        {**about["settings"], "data": "", "out": str(folder)}
+    )
     result = replay(
-        _rebuild(RECIPES[about["recipe"]], settings),
+        recipe.rebuild(_build(recipe.config, settings)),
         folder,
         arguments.rank,
         choose_device(arguments.device),
@@ -73,28 +74,6 @@ def _replay(arguments: Namespace) -> int:
         print(f"first output that is not finite: {result.output or 'none'}")
         print(f"gradients that are not finite: {', '.join(result.gradients) or 'none'}")
     return 0 if result.finite else 1
-
-
-def rebuild(folder: Path) -> Recipe:
-    """The recipe of the run in a folder, whose weights are still to come."""
-    from quickvit.recipes import RECIPES
-    from quickvit.recipes.run import CONFIG
-
-    file = folder / CONFIG
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        # A run does not say by which recipe it is, but each has options of its own.
-        recipe = next(r for r in RECIPES.values() if {f.name for f in fields(r.config)} == set(settings))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{folder} is not a run: it has no {CONFIG}") from error
-    except (ValueError, TypeError, StopIteration, RecursionError) as error:
-        raise ValueError(f"{file} is not the configuration of a run") from error
-    return _rebuild(recipe, settings)
-
-
-def _rebuild(recipe: Entry, settings: dict[str, Any]) -> Recipe:
-    arguments = _recipe_parser(recipe.config).parse_object(settings)
-    return recipe.rebuild(_build(recipe.config, arguments))
 
 
 def _add_train(parser: ArgumentParser) -> None:

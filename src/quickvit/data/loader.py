@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from quickvit.data.images import Unreadable
 from quickvit.data.mixing import Mixing
 from quickvit.data.seeds import derived_seed
 from quickvit.data.sources import Source
-from quickvit.data.transforms import PixelTransform, Transform
+from quickvit.data.transforms import AnyTransform, Transform, TwoSteps
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ class TooManyUnreadable(ValueError):
         self.unreadable = list(unreadable)
 
 
-class TrainLoader:
-    """Shuffled, augmented batches; batch `step` of a run is a function of the seed and the step alone.
+class StepLoader:
+    """What loaders for training share: batch `step` of a run is a function of the seed and the step alone.
 
     An epoch takes the samples in an order that (seed, epoch) decides. With `repeats`, each sample comes so many
     times in a row in that order, differently augmented, and an epoch ends after as many images as before, having
@@ -55,21 +55,22 @@ class TrainLoader:
     An image that cannot be read is replaced by another one that (seed, epoch, sample) decides; it is logged and
     kept in `unreadable`. Each rank counts its own.
 
+    collate: makes a batch of what the transform gave of each sample, with the step and the first sample's place.
     batch_size: of all ranks together. steps_per_epoch: by default as many whole batches as there are samples.
-    mixing: applied last. max_unreadable: a number of images, or below 1 a fraction of the source.
+    max_unreadable: a number of images, or below 1 a fraction of the source.
     device: where the batches are wanted; they are normalised there.
     """
 
     def __init__(
         self,
         source: Source,
-        transform: Transform,
+        transform: AnyTransform,
+        collate: Collate,
         *,
         batch_size: int,
         seed: int = 0,
         steps_per_epoch: int | None = None,
         repeats: int = 1,
-        mixing: Mixing | None = None,
         rank: int = 0,
         world_size: int = 1,
         workers: int = 0,
@@ -85,18 +86,20 @@ class TrainLoader:
                 f"batch_size must be at most the {len(source)} images of {source.name}, got {batch_size}; "
                 "or set steps_per_epoch"
             )
+        self.seed = seed
         self.steps_per_epoch = len(source) // batch_size if steps_per_epoch is None else steps_per_epoch
         _check_least(1, steps_per_epoch=self.steps_per_epoch)
         share = batch_size // world_size
+        self.part = slice(rank * share, (rank + 1) * share)
         self._steps = _Steps(
             source,
             transform,
+            collate,
             seed,
             order=_Order(len(source), seed, self.steps_per_epoch * batch_size, repeats),
             batch_size=batch_size,
-            part=slice(rank * share, (rank + 1) * share),
+            part=self.part,
         )
-        self._mixing = mixing
         self._pipeline = _Pipeline(source, transform, workers, max_unreadable, torch.device(device))
 
     @property
@@ -104,20 +107,34 @@ class TrainLoader:
         """Path and reason of each image that could not be read so far."""
         return list(self._pipeline.unreadable.items())
 
+    def load(self, start: int, stop: int) -> Iterator[Any]:
+        """What `collate` makes of the steps start … stop − 1 of the run, on the device."""
+        for batch in self._pipeline.run(self._steps, range(start, stop)):
+            if batch is None:
+                raise self._pipeline.error(f"and neither can {REPLACEMENTS} others in place of one")
+            yield batch
+
+
+class TrainLoader(StepLoader):
+    """Shuffled, augmented and mixed images with their targets; `options` are those of `StepLoader`."""
+
+    def __init__(
+        self, source: Source, transform: Transform, *, mixing: Mixing | None = None, **options: Any
+    ) -> None:
+        super().__init__(source, transform, _collate, **options)
+        self._mixing = mixing
+
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """The batches of the steps start … stop − 1 of the run.
 
         Ask for all at once: workers start anew each time.
         """
-        steps = range(start, stop)
-        for step, batch in zip(steps, self._pipeline.run(self._steps, steps), strict=True):
-            if batch is None:
-                raise self._pipeline.error(f"and neither can {REPLACEMENTS} others in place of one")
+        for step, batch in enumerate(self.load(start, stop), start):
             if self._mixing is None:
                 yield batch
                 continue
-            seed = derived_seed(self._steps.seed, step, "mixing")
-            images, targets = self._mixing(batch.images, batch.targets, seed, self._steps.part.start)
+            seed = derived_seed(self.seed, step, "mixing")
+            images, targets = self._mixing(batch.images, batch.targets, seed, self.part.start)
             yield Batch(images, targets, batch.indices)
 
 
@@ -177,10 +194,22 @@ def _check_least(least: int, **numbers: int) -> None:
 # ---------------------------------------------------------------------- in the workers
 
 
+class Loaded(NamedTuple):
+    """A sample: what the transform gave, the number of its class and its own."""
+
+    images: Any
+    target: int
+    number: int
+
+
+# The samples of a rank, the step, and the place of the first of them in the global batch → a named tuple of tensors.
+Collate = Callable[[Sequence[Loaded], int, int], Any]
+
+
 class _Loaded(NamedTuple):
     """What a worker hands over: a batch, if there is one, and the images that it could not read."""
 
-    batch: Batch | None
+    batch: Any
     unreadable: list[tuple[str, str]]
 
 
@@ -215,7 +244,8 @@ class _Steps(Dataset[_Loaded]):
     """One rank's part of each training batch, by step."""
 
     source: Source
-    transform: Transform
+    transform: AnyTransform
+    collate: Collate
     seed: int
     order: _Order
     batch_size: int
@@ -226,7 +256,7 @@ class _Steps(Dataset[_Loaded]):
         places = range(first, first + self.batch_size)
         # Repetitions of a sample go to different ranks, and are not mixed with each other.
         places_apart = sorted(places, key=lambda place: place % self.order.repeats)
-        samples: list[_Tensors] = []
+        samples: list[Loaded] = []
         unreadable: list[tuple[str, str]] = []
         for place in places_apart[self.part]:
             index, view = self.order(epoch, place)
@@ -239,7 +269,7 @@ class _Steps(Dataset[_Loaded]):
             if sample is None:
                 return _Loaded(None, unreadable)
             samples.append(sample)
-        return _Loaded(_collate(samples), unreadable)
+        return _Loaded(self.collate(samples, step, self.part.start), unreadable)
 
 
 @dataclass
@@ -267,24 +297,21 @@ class _Parts(Dataset[_Loaded]):
         return _Loaded(_collate(samples) if samples else None, unreadable)
 
 
-_Tensors = tuple[Tensor, int, int]
-
-
 def _read(
-    source: Source, transform: Transform, index: int, seed: int, unreadable: list[tuple[str, str]]
-) -> _Tensors | None:
-    """Image, target and index of a sample; or nothing, and why."""
+    source: Source, transform: AnyTransform, index: int, seed: int, unreadable: list[tuple[str, str]]
+) -> Loaded | None:
+    """What the transform makes of a sample; or nothing, and why."""
     try:
         image, target = source.read(index)
     except Unreadable as error:
         unreadable.append((error.path, error.reason))
         return None
     # Bytes are a quarter of the traffic between processes.
-    make = transform.pixels if isinstance(transform, PixelTransform) else transform
-    return make(image, seed), target, index
+    make = transform.pixels if isinstance(transform, TwoSteps) else transform
+    return Loaded(make(image, seed), target, index)
 
 
-def _collate(samples: Sequence[_Tensors]) -> Batch:
+def _collate(samples: Sequence[Loaded], step: int = 0, first: int = 0) -> Batch:  # noqa: ARG001
     images, targets, indices = zip(*samples, strict=True)
     return Batch(torch.stack(images), torch.tensor(targets), torch.tensor(indices))
 
@@ -297,7 +324,7 @@ class _Pipeline:
     """From batches that workers load to batches on a device, and a record of what could not be read."""
 
     source: Source
-    transform: Transform
+    transform: AnyTransform
     workers: int
     max_unreadable: float
     device: torch.device
@@ -310,7 +337,7 @@ class _Pipeline:
                 f"max_unreadable is a number of images, or below 1 a fraction of all; got {self.max_unreadable}"
             )
 
-    def run(self, dataset: Dataset[_Loaded], keys: range) -> Iterator[Batch | None]:
+    def run(self, dataset: Dataset[_Loaded], keys: range) -> Iterator[Any]:
         """The batches with these keys, in their order."""
         options: dict[str, Any] = {"prefetch_factor": AHEAD} if self.workers else {}
         loader = DataLoader(
@@ -343,8 +370,11 @@ class _Pipeline:
         if len(self.unreadable) > self.max_unreadable * share:
             raise self.error(f"more than max_unreadable={self.max_unreadable:g} allows")
 
-    def _finish(self, batch: Batch) -> Batch:
-        images, targets, indices = (tensor.to(self.device, non_blocking=True) for tensor in batch)
-        if isinstance(self.transform, PixelTransform):
-            images = self.transform.normalize(images)
-        return Batch(images, targets, indices)
+    def _finish(self, batch: Any) -> Any:
+        """The tensors of a batch on the device; bytes are images and become normalised."""
+        return type(batch)(*(self._arrive(tensor.to(self.device, non_blocking=True)) for tensor in batch))
+
+    def _arrive(self, tensor: Tensor) -> Tensor:
+        if isinstance(self.transform, TwoSteps) and tensor.dtype == torch.uint8:
+            return self.transform.normalize(tensor)
+        return tensor

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, cached_property
 from random import Random
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,6 +24,22 @@ from quickvit.models.checkpoints import CROP_MODES, INTERPOLATIONS
 Color = tuple[float, float, float]
 # An image and a seed → what a model sees of it.
 Transform = Callable[[Image.Image, int], Tensor]
+
+
+@runtime_checkable
+class TwoSteps(Protocol):
+    """A transform whose workers hand over bytes, which are normalised on the device; of one view or of several."""
+
+    def pixels(self, image: Image.Image, seed: int) -> Any:
+        """An image as bytes."""
+        ...
+
+    def normalize(self, pixels: Tensor) -> Tensor:
+        """Bytes [..., 3, H, W] as the model sees them."""
+        ...
+
+
+AnyTransform = Transform | TwoSteps
 
 
 @dataclass(frozen=True)
@@ -159,7 +175,7 @@ class DeiT3Transform(PixelTransform):
         if self.three_augment:
             image = three_augment(image, random)
         if self.color_jitter:
-            image = color_jitter(image, random, self.color_jitter)
+            image = color_jitter(image, random, *(self.color_jitter,) * 3)
         return to_tensor(image)
 
 
@@ -209,12 +225,25 @@ def three_augment(image: Image.Image, random: Random) -> Image.Image:
     return image.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))
 
 
-def color_jitter(image: Image.Image, random: Random, strength: float) -> Image.Image:
-    """Brightness, contrast and saturation in random order, each by a factor from 1 ± strength."""
-    adjustments = [functional.adjust_brightness, functional.adjust_contrast, functional.adjust_saturation]
+def color_jitter(
+    image: Image.Image,
+    random: Random,
+    brightness: float,
+    contrast: float,
+    saturation: float,
+    hue: float = 0.0,
+) -> Image.Image:
+    """Brightness, contrast and saturation in random order, each by a factor from 1 ± strength; the hue by ± turns."""
+    adjustments: list[tuple[Callable[..., Image.Image], float, float]] = [
+        (functional.adjust_brightness, max(0.0, 1 - brightness), 1 + brightness),
+        (functional.adjust_contrast, max(0.0, 1 - contrast), 1 + contrast),
+        (functional.adjust_saturation, max(0.0, 1 - saturation), 1 + saturation),
+    ]
+    if hue:
+        adjustments.append((functional.adjust_hue, -hue, hue))
     random.shuffle(adjustments)
-    for adjust in adjustments:
-        image = adjust(image, random.uniform(max(0.0, 1 - strength), 1 + strength))
+    for adjust, low, high in adjustments:
+        image = adjust(image, random.uniform(low, high))
     return image
 
 

@@ -72,8 +72,7 @@ def save_checkpoint(model: nn.Module, path: str | Path, state: dict[str, Tensor]
         raise CheckpointError(
             f"cannot save a model that its configuration no longer describes: {'; '.join(problems)}"
         )
-    declared = getattr(model, "pretrained_cfg", None) or {}
-    preprocessing = {name: declared[name] for name in _IMAGES if name in declared}
+    preprocessing = declared_preprocessing(model)
     save_weights(
         state, path, {**model.config, PREPROCESSING: preprocessing} if preprocessing else model.config
     )
@@ -142,7 +141,7 @@ def restore(
         )
     state = _stripped(state, source)
     config = _tuples(config)
-    preprocessing = _check_preprocessing(config.pop(PREPROCESSING, {}), source)
+    preprocessing = check_preprocessing(config.pop(PREPROCESSING, {}), source)
     _check_config(config, state, source, get_type_hints(model_class.__init__))
     img_size = overrides.pop("img_size", None)
     config = {**config, **overrides}
@@ -151,7 +150,7 @@ def restore(
     except (ValueError, RuntimeError, OverflowError, AssertionError) as error:
         raise CheckpointError(f"{source} describes a model that cannot be built: {error}") from error
     own = model.state_dict()
-    _require_fit(own, state, strict, source)
+    require_fit(own, state, strict, source)
     if own.keys() - state.keys():
         state = {**model_class(**config).state_dict(), **state}
     # Copies, because safetensors maps the file into memory, and later writes to it would change the weights.
@@ -169,7 +168,7 @@ def load_weights(
     """Load a state dict into a model; a mismatch names the keys."""
     state = _stripped(state, source)
     own = model.state_dict()
-    _require_fit(_stripped(own), state, strict, source)
+    require_fit(_stripped(own), state, strict, source)
     fitting = {name: state[bare] for name in own if (bare := strip_wrappers(name)) in state}
     model.load_state_dict(fitting, strict=strict)
 
@@ -252,7 +251,8 @@ def _stripped(state: dict[str, Tensor], source: str = "the model") -> dict[str, 
     return stripped
 
 
-def _require_fit(own: dict[str, Tensor], state: dict[str, Tensor], strict: bool, source: str) -> None:
+def require_fit(own: dict[str, Tensor], state: dict[str, Tensor], strict: bool, source: str) -> None:
+    """Refuse tensors that are not a model's; without `strict`, only those that both have are compared."""
     if not strict:
         common = own.keys() & state.keys()
         own, state = ({name: tensors[name] for name in common} for tensors in (own, state))
@@ -297,7 +297,7 @@ def _check_config(
             f"{source} has a configuration that this version does not know: {_list(unknown)}"
         )
     for name, value in config.items():
-        if not _is_a(value, known[name]):
+        if not is_a(value, known[name]):
             raise CheckpointError(
                 f"{source} has {name}={value!r} in its configuration, expected {_words(known[name])}"
             )
@@ -322,7 +322,13 @@ def _check_config(
             )
 
 
-def _check_preprocessing(found: Any, source: str) -> dict[str, Any]:
+def declared_preprocessing(model: nn.Module) -> dict[str, Any]:
+    """What a model's timm configuration says about the preparation of images."""
+    declared = getattr(model, "pretrained_cfg", None) or {}
+    return {name: declared[name] for name in _IMAGES if name in declared}
+
+
+def check_preprocessing(found: Any, source: str) -> dict[str, Any]:
     """What a file says about its images, refused unless each entry is what timm expects there."""
     found = _tuples(found) if isinstance(found, dict) else {"preprocessing": found}
     for name, value in found.items():
@@ -354,15 +360,15 @@ def _tuples(config: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
 
 
-def _is_a(value: Any, hint: Any) -> bool:
+def is_a(value: Any, hint: Any) -> bool:
     """Whether a value is of an annotated type; a bool is no number here, and an int will do for a float."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return any(_is_a(value, option) for option in arguments)
+        return any(is_a(value, option) for option in arguments)
     if origin is Literal:
         return value in arguments
     if origin is tuple:
-        return isinstance(value, tuple) and len(value) == len(arguments) and all(map(_is_a, value, arguments))
+        return isinstance(value, tuple) and len(value) == len(arguments) and all(map(is_a, value, arguments))
     return type(value) is hint or (hint is float and type(value) is int)
 
 

@@ -71,6 +71,8 @@ def create_baseline(size: str, patch_size: int = 16, **kwargs: Any) -> VisionTra
 
 
 ViT = QuickVisionTransformer | VisionTransformer
+# The entry of a standard ViT's configuration that has its name.
+STANDARD = "standard"
 # The modules of timm whose models are its VisionTransformer.
 VIT_MODULES = ("vision_transformer", "deit")
 # Named apart from timm's own ViTs, whose sizes of the same name differ.
@@ -78,10 +80,25 @@ BASELINES = {f"baseline_{size}_patch{patch}_224": (size, patch) for size in SIZE
 
 
 def create_model(name: str, **options: Any) -> ViT:
-    """A registered Quick ViT, a baseline (`baseline_large_patch16_224`) or a ViT of timm, by its name."""
+    """A registered Quick ViT, a baseline (`baseline_large_patch16_224`) or a ViT of timm, by its name.
+
+    Standard ViTs get a `config` too, of what they were created with, so that their checkpoints can say it.
+    """
     if name in BASELINES:
         size, patch = BASELINES[name]
-        return create_baseline(size, **{"patch_size": patch, **options})
+        model: ViT = create_baseline(size, **{"patch_size": patch, **options})
+    else:
+        _require_vit(name)
+        created = timm.create_model(name, **options)
+        assert isinstance(created, ViT)
+        model = created
+    if isinstance(model, VisionTransformer):
+        config: Any = {STANDARD: name, **options}
+        model.config = config
+    return model
+
+
+def _require_vit(name: str) -> None:
     if not timm.is_model(name):
         known = [*timm.list_models("quickvit*"), *BASELINES, *timm.list_models("vit*")]
         close = difflib.get_close_matches(name, known, cutoff=0.5)
@@ -89,9 +106,6 @@ def create_model(name: str, **options: Any) -> ViT:
         raise ValueError(f"unknown model {name!r}; {hint}")
     if not (name.startswith("quickvit_") or is_model_in_modules(name, VIT_MODULES)):
         raise ValueError(f"{name} is neither a Quick ViT nor a ViT of timm")
-    model = timm.create_model(name, **options)
-    assert isinstance(model, ViT)
-    return model
 
 
 def _register(name: str, family: str, size: str, patch_size: int) -> None:

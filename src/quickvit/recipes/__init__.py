@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from quickvit.recipes import deit3
+from quickvit.recipes import deit3, dinobloom, dinov2
 from quickvit.recipes.deit3 import Deit3, Deit3Config
+from quickvit.recipes.dinobloom import Dinobloom, DinobloomConfig
+from quickvit.recipes.dinov2 import Dinov2, Dinov2Config
 from quickvit.train import Outcome, Recipe
 
 
@@ -16,6 +18,19 @@ class Entry(NamedTuple):
     rebuild: Callable[[Any], Recipe]
 
 
-RECIPES: dict[str, Entry] = {"deit3": Entry(Deit3Config, deit3.train, Deit3.rebuild)}
+RECIPES: dict[str, Entry] = {
+    "deit3": Entry(Deit3Config, deit3.train, Deit3.rebuild),
+    "dinov2": Entry(Dinov2Config, dinov2.train, Dinov2.rebuild),
+    "dinobloom": Entry(DinobloomConfig, dinobloom.train, Dinobloom.rebuild),
+}
 
-__all__ = ["RECIPES", "Deit3", "Deit3Config", "Entry"]
+__all__ = [
+    "RECIPES",
+    "Deit3",
+    "Deit3Config",
+    "Dinobloom",
+    "DinobloomConfig",
+    "Dinov2",
+    "Dinov2Config",
+    "Entry",
+]

@@ -10,13 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
-from timm.layers import DropPath
-from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.optim import Optimizer
 
@@ -30,15 +27,10 @@ from quickvit.data import (
     open_source,
 )
 from quickvit.evaluate.accuracy import measure_accuracy
-from quickvit.models import QuickVisionTransformer, ViT, create_model
-from quickvit.models.checkpoints import (
-    load_weights,
-    read_checkpoint,
-    restore,
-    save_checkpoint,
-    save_weights,
-)
-from quickvit.recipes.run import as_plain, carry_out
+from quickvit.models import ViT
+from quickvit.recipes.config import as_plain, given, row
+from quickvit.recipes.model import ModelArguments, build, create, save_model, with_positions
+from quickvit.recipes.run import carry_out
 from quickvit.train import (
     Outcome,
     Precision,
@@ -55,7 +47,6 @@ from quickvit.train import (
 from quickvit.train.optimizers import OptimizerName
 
 MODEL = "model.safetensors"
-ModelArguments = dict[str, int | float | str | bool | None]
 # Training, evaluation and the number of classes read the same source, and listing a large folder takes its time.
 _open_source = lru_cache(open_source)
 # Width from which on a row holds: learning rate, weight decay, stochastic depth, images that share a draw of mixing.
@@ -173,7 +164,6 @@ class Deit3Config:
     """How the run is carried out; may change from one start to the next."""
 
 
-T = TypeVar("T")
 # Fields that say where things are or how they are done, not what is computed.
 _PLACES = ("data", "out", "finetune", "run")
 
@@ -181,10 +171,10 @@ _PLACES = ("data", "out", "finetune", "run")
 def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
     """The configuration with every value filled in."""
     with torch.device("meta"):
-        width = _create(config, classes=2).embed_dim
-    defaults = {**TRAINING, **_row(SIZES, width)}
+        width = create(config, classes=2).embed_dim
+    defaults = {**TRAINING, **row(SIZES, width)}
     if config.finetune is not None:
-        defaults |= {**FINETUNING, "drop_path": _row(FINETUNING_DROP_PATH, width)}
+        defaults |= {**FINETUNING, "drop_path": row(FINETUNING_DROP_PATH, width)}
     known = {name: value for name in defaults if (value := getattr(config, name)) is not None}
     source = _open_source(config.data, "train")
     batch_size = {**defaults, **known}["batch_size"]
@@ -199,7 +189,7 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
     resolved = {
         **defaults,
         **known,
-        "model_args": _with_positions(config),
+        "model_args": with_positions(config, config.finetune),
         "classes": config.classes or len(source.classes),
         "steps_per_epoch": steps,
         "precision": precision,
@@ -220,8 +210,8 @@ class Deit3(Recipe):
     def __init__(self, config: Deit3Config) -> None:
         self.config = config
         self.seed, self.clip = config.seed, config.clip
-        self.batch_size, self.steps_per_epoch = _given(config.batch_size), _given(config.steps_per_epoch)
-        self.total_steps = _given(config.epochs) * self.steps_per_epoch
+        self.batch_size, self.steps_per_epoch = given(config.batch_size), given(config.steps_per_epoch)
+        self.total_steps = given(config.epochs) * self.steps_per_epoch
         self.precision: Precision = "float32" if config.precision == "auto" else config.precision
         self.dtype = torch.float64 if self.precision == "float64" else torch.float32
         with torch.random.fork_rng(devices=[]):
@@ -246,15 +236,15 @@ class Deit3(Recipe):
         """LAMB or AdamW with the warm-up and cosine of DeiT III."""
         config = self.config
         lr = warmup_cosine(
-            _given(config.learning_rate),
+            given(config.learning_rate),
             config.final_learning_rate,
             self.total_steps,
             round(config.warmup_epochs * self.steps_per_epoch),
             config.warmup_learning_rate,
         )
         model = bare(self.modules["model"])
-        groups = parameter_groups(model, lr, _given(config.weight_decay), config.layer_decay)
-        return build_optimizer(_given(config.optimizer), groups)
+        groups = parameter_groups(model, lr, given(config.weight_decay), config.layer_decay)
+        return build_optimizer(given(config.optimizer), groups)
 
     def batches(self, start: int, world: World) -> Iterator[Batch]:
         """Augmented and mixed images with their mixed targets."""
@@ -267,13 +257,13 @@ class Deit3(Recipe):
             batch_size=self.batch_size,
             seed=config.seed,
             steps_per_epoch=self.steps_per_epoch,
-            repeats=_given(config.repeats),
+            repeats=given(config.repeats),
             mixing=Mixing(
-                _given(config.classes),
+                given(config.classes),
                 mixup=config.mixup,
                 cutmix=config.cutmix,
-                smoothing=_given(config.smoothing),
-                group=_given(config.mixing_group),
+                smoothing=given(config.smoothing),
+                group=given(config.mixing_group),
             ),
             rank=world.rank,
             world_size=world.size,
@@ -320,17 +310,7 @@ class Deit3(Recipe):
 
     def export(self, folder: Path, world: World) -> None:
         """Write `model.safetensors`: the average if there is one, with how images are prepared for it."""
-        model = bare(self.modules.get("average", self.modules["model"]))
-        state = {
-            name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            for name, tensor in model.state_dict().items()
-        }
-        if not world.main:
-            return
-        if isinstance(model, QuickVisionTransformer):
-            save_checkpoint(model, folder / MODEL, state)
-        else:
-            save_weights(state, folder / MODEL)
+        save_model(bare(self.modules.get("average", self.modules["model"])), folder / MODEL, world)
 
 
 def bce_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -338,71 +318,6 @@ def bce_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(logits, (targets > 0).to(logits.dtype))
 
 
-# ---------------------------------------------------------------------- the model
-
-
 def build_model(config: Deit3Config) -> ViT:
     """The model of a resolved configuration, with the weights of the checkpoint that it starts from."""
-    if config.finetune is None:
-        return _create(config, _given(config.classes), _given(config.drop_path))
-    state, _ = read_checkpoint(config.finetune)
-    model = _create(config, _given(config.classes), _given(config.drop_path))
-    if isinstance(model, VisionTransformer):
-        state = checkpoint_filter_fn(state, model, interpolation="bicubic")
-    own = model.state_dict()
-    for name in ("head.weight", "head.bias"):
-        # Other classes need another head.
-        if name in state and state[name].shape != own[name].shape:
-            state[name] = own[name]
-    load_weights(model, state, source=str(config.finetune))
-    return model
-
-
-def _create(config: Deit3Config, classes: int, drop_path: float = 0.0) -> ViT:
-    ablation = {
-        name: value
-        for name in ("octic_depth", "invariant", "lift")
-        if (value := getattr(config, name)) is not None
-    }
-    options: dict[str, Any] = {
-        "img_size": config.img_size,
-        "num_classes": classes,
-        "init_values": config.layer_scale,
-        **ablation,
-        **(config.model_args or {}),
-    }
-    if config.patch_size is not None:
-        options["patch_size"] = config.patch_size
-    if config.model.startswith("quickvit_"):
-        options |= {"drop_path_rate": drop_path, "uniform_drop_path": True}
-    elif ablation:
-        raise ValueError(f"{', '.join(ablation)} is for Quick ViTs, {config.model} is none")
-    try:
-        model = create_model(config.model, **options)
-    except TypeError as error:
-        raise ValueError(f"cannot build {config.model} with {options}: {error}") from error
-    if isinstance(model, VisionTransformer) and drop_path:
-        # timm's own rises from block to block.
-        for block in model.blocks:
-            block.drop_path1, block.drop_path2 = DropPath(drop_path), DropPath(drop_path)
-    return model
-
-
-def _with_positions(config: Deit3Config) -> ModelArguments | None:
-    """The model's arguments, with the grid of the positions that the checkpoint of a Quick ViT has learned."""
-    if config.finetune is None or not config.model.startswith("quickvit_"):
-        return config.model_args
-    state, theirs = read_checkpoint(config.finetune)
-    grid = restore(theirs, state, str(config.finetune)).pos_embed.grid_size
-    return {**(config.model_args or {}), "pos_grid": grid}
-
-
-def _row(table: Mapping[int, T], width: int) -> T:
-    """The row of a table that holds for a width."""
-    return table[max(least for least in table if least <= width)]
-
-
-def _given(value: T | None) -> T:
-    if value is None:
-        raise ValueError("the configuration has open values; call resolve() first")
-    return value
+    return build(config, given(config.classes), config.finetune, drop_path=given(config.drop_path))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from quickvit.bench.record import surroundings, write
+from quickvit.recipes.config import as_plain
 from quickvit.train import Outcome, Recipe, RunConfig, Trainer, connected
 
 CONFIG = "config.json"
@@ -51,12 +51,6 @@ def carry_out(
         if world.main:
             _note_start(config, world.device, command)
         return trainer.fit()
-
-
-def as_plain(config: Any) -> dict[str, Any]:
-    """A configuration as JSON knows it."""
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
-    return plain
 
 
 def _note_start(config: Config, device: torch.device, command: str) -> None:

@@ -7,7 +7,7 @@ from quickvit.train.journal import Journal, read_metrics
 from quickvit.train.optimizers import Lamb, build_optimizer, parameter_groups
 from quickvit.train.recipe import Precision, Recipe
 from quickvit.train.replay import Replay, read_capture, replay
-from quickvit.train.schedules import Schedule, constant, cosine, warmup_cosine
+from quickvit.train.schedules import Schedule, constant, cosine, scaled, warmup_cosine, warmup_then_cosine
 from quickvit.train.signals import EXIT_REQUEUE
 from quickvit.train.trainer import NonFinite, Outcome, RunConfig, Trainer
 
@@ -36,5 +36,7 @@ __all__ = [
     "read_capture",
     "read_metrics",
     "replay",
+    "scaled",
     "warmup_cosine",
+    "warmup_then_cosine",
 ]

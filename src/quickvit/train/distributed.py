@@ -49,6 +49,13 @@ class World:
             dist.all_reduce(value)
         return value
 
+    def max(self, value: Tensor) -> Tensor:
+        """The maximum of each entry of a tensor over the ranks."""
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value, dist.ReduceOp.MAX)
+        return value
+
     def gather(self, value: T) -> list[T]:
         """A small object of every rank, on every rank."""
         if self.size == 1:

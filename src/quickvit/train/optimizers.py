@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 from quickvit.layers import OcticLift, OcticLinear
 from quickvit.train.norms import Parts, local
-from quickvit.train.schedules import Schedule
+from quickvit.train.schedules import Schedule, constant, scaled
 
 OptimizerName = Literal["lamb", "adamw"]
 
@@ -112,34 +112,43 @@ def build_optimizer(name: OptimizerName, groups: list[dict[str, Any]], **options
 
 
 def parameter_groups(
-    model: nn.Module, lr: Schedule, weight_decay: float, layer_decay: float | None = None
+    model: nn.Module,
+    lr: Schedule,
+    weight_decay: float | Schedule,
+    layer_decay: float | None = None,
+    rates: Mapping[str, Schedule] | None = None,
 ) -> list[dict[str, Any]]:
     """Groups of a model's trained parameters, each once, with a schedule for what changes in them.
 
     Vectors and what the model names in `no_weight_decay` are not decayed. With `layer_decay`, the learning rate
-    of a layer is multiplied by it once for every layer above. Both by timm's rules.
+    of a layer is multiplied by it once for every layer above. Both by timm's rules. rates: in place of `lr` for
+    parameters whose names begin so.
     """
     excluded: set[str] = getattr(model, "no_weight_decay", set)()
     if layer_decay is None:
-        groups = param_groups_weight_decay(model, weight_decay, no_weight_decay_list=excluded)
+        groups = param_groups_weight_decay(model, 1.0, no_weight_decay_list=excluded)
     else:
-        groups = param_groups_layer_decay(model, weight_decay, excluded, layer_decay=layer_decay)
+        groups = param_groups_layer_decay(model, 1.0, excluded, layer_decay=layer_decay)
+    decay = weight_decay if callable(weight_decay) else constant(weight_decay)
     stacks = {id(p) for p in _stacked_parameters(model)}
+    special = {
+        id(p): prefix
+        for prefix in rates or {}
+        for name, p in model.named_parameters()
+        if name.startswith(prefix)
+    }
     result: list[dict[str, Any]] = []
     for group in groups:
-        scale = group.get("lr_scale", 1.0)
-        for stacked in (False, True):
-            parameters = [p for p in group["params"] if (id(p) in stacks) == stacked]
-            if parameters:
-                result.append(
-                    {
-                        "params": parameters,
-                        "lr": lr(0) * scale,
-                        "weight_decay": group["weight_decay"],
-                        "stacked": stacked,
-                        "schedules": {"lr": _scaled(lr, scale)},
-                    }
-                )
+        kinds: dict[tuple[bool, str | None], list[nn.Parameter]] = {}
+        for p in group["params"]:
+            kinds.setdefault((id(p) in stacks, special.get(id(p))), []).append(p)
+        for (stacked, prefix), parameters in kinds.items():
+            schedules = {
+                "lr": scaled(lr if prefix is None else (rates or {})[prefix], group.get("lr_scale", 1.0)),
+                "weight_decay": scaled(decay, group["weight_decay"]),
+            }
+            initial = {name: schedule(0) for name, schedule in schedules.items()}
+            result.append({"params": parameters, "stacked": stacked, "schedules": schedules, **initial})
     return result
 
 
@@ -148,10 +157,6 @@ def set_schedules(optimizer: Optimizer, step: int) -> None:
     for group in optimizer.param_groups:
         for name, schedule in group["schedules"].items():
             group[name] = schedule(step)
-
-
-def _scaled(schedule: Schedule, factor: float) -> Schedule:
-    return lambda step: factor * schedule(step)
 
 
 def _stacked_parameters(model: nn.Module) -> Iterable[nn.Parameter]:

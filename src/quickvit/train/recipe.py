@@ -28,10 +28,13 @@ class Recipe(ABC):
     clip: largest norm of a module's gradient.
     precision: of the forward and backward pass; bf16 is PyTorch's autocast with float32 weights.
     batch_type: the named tuple of tensors that a batch is.
+    evaluates_first: whether there is something to evaluate before the first update.
+    world: the ranks that train together, from the engine.
     """
 
     name: ClassVar[str]
     batch_type: ClassVar[Any] = Batch
+    evaluates_first: ClassVar[bool] = False
 
     modules: dict[str, nn.Module]
     total_steps: int
@@ -40,6 +43,7 @@ class Recipe(ABC):
     seed: int = 0
     clip: float | None = None
     precision: Precision = "float32"
+    world: World = World()
 
     def settings(self) -> Mapping[str, Any]:
         """What decides the result, as JSON; a run is resumed with the same settings only."""

@@ -13,6 +13,11 @@ def constant(value: float) -> Schedule:
     return lambda step: value  # noqa: ARG005
 
 
+def scaled(schedule: Schedule, factor: float) -> Schedule:
+    """So many times the value of another schedule."""
+    return lambda step: factor * schedule(step)
+
+
 def cosine(start: float, end: float, total: int) -> Schedule:
     """Half a cosine from `start` at step 0 to `end` at step `total`, and `end` from there on."""
 
@@ -30,3 +35,18 @@ def warmup_cosine(peak: float, end: float, total: int, warmup: int = 0, start: f
     """
     decay = cosine(peak, end, total)
     return lambda step: start + (peak - start) * step / warmup if step < warmup else decay(step)
+
+
+def warmup_then_cosine(peak: float, end: float, total: int, warmup: int = 0, start: float = 0.0) -> Schedule:
+    """A line from `start` at step 0 to `peak` at the last of `warmup` steps, then a cosine to `end` at step `total`.
+
+    As in DINOv2, where the cosine begins with the step after the warm-up.
+    """
+    decay = cosine(peak, end, total - warmup)
+
+    def value(step: int) -> float:
+        if step < warmup:
+            return start + (peak - start) * step / max(warmup - 1, 1)
+        return decay(step - warmup)
+
+    return value

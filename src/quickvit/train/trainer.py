@@ -102,7 +102,7 @@ class Trainer:
         self, recipe: Recipe, run: RunConfig, folder: Path | None = None, world: World | None = None
     ) -> None:
         self.recipe, self.run, self.folder = recipe, run, folder
-        self.world = world = world or World()
+        self.world = recipe.world = world = world or World()
         if recipe.batch_size % (world.size * run.accumulate):
             raise ValueError(
                 f"a batch of {recipe.batch_size} cannot be shared evenly by {world.size} ranks with "
@@ -120,8 +120,12 @@ class Trainer:
         done, stopped = self.resume(), False
         with self._surroundings(done, label or recipe.name) as (stop, journal):
             self.train_mode(True)
-            if done and self._due(done, run.evaluate_every) and not self._evaluated(done):
-                # The process before was asked to stop, and left this to us.
+            if (
+                (done or recipe.evaluates_first)
+                and self._due(done, run.evaluate_every)
+                and not self._evaluated(done)
+            ):
+                # Before the first update; or the process before was asked to stop, and left this to us.
                 self.evaluate(done, journal)
             batches = recipe.batches(done, self.world)
             while done < recipe.total_steps and not stopped:

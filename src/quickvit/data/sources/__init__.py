@@ -9,9 +9,10 @@ from quickvit.data.sources.cached import CachedSource, cache
 from quickvit.data.sources.digits import open_digits
 from quickvit.data.sources.folder import open_folder
 from quickvit.data.sources.libraries import open_hugging_face, open_torchvision
+from quickvit.data.sources.mixed import MixedSource, mix
 from quickvit.data.sources.shards import open_shards
 
-__all__ = ["CachedSource", "Sample", "Source", "cache", "open_source"]
+__all__ = ["CachedSource", "MixedSource", "Sample", "Source", "cache", "mix", "open_source"]
 
 DIGITS = "digits"
 

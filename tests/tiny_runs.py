@@ -5,6 +5,7 @@ A server that has imported everything once forks them, so that starting one take
 
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import time
@@ -16,8 +17,7 @@ import torch
 from safetensors import safe_open
 from torch.utils.data._utils import worker as data_worker
 
-from quickvit.recipes import Deit3Config
-from quickvit.recipes.deit3 import train
+from quickvit.recipes import RECIPES, Deit3Config, Dinov2Config
 from quickvit.train import EXIT_REQUEUE, RunConfig, checkpoint, read_metrics
 
 processes = multiprocessing.get_context("forkserver")
@@ -49,7 +49,38 @@ def config(data: Path, out: Path, run: dict[str, Any] | None = None, **changes: 
     return Deit3Config(data=str(data), out=out, **values, run=RunConfig(**carried))
 
 
-def work(chosen: Deit3Config, slow: float = 0.0) -> None:
+def views_config(
+    data: Path | str, out: Path, run: dict[str, Any] | None = None, **changes: Any
+) -> Dinov2Config:
+    """DINOv2 with the same model, two global and two local views, and small heads: 10 updates."""
+    values = {
+        "model": "quickvit_h8_tiny_patch16_224",
+        "preset": "small",
+        "img_size": 16,
+        "local_size": 8,
+        "local_views": 2,
+        "patch_size": 4,
+        "model_args": MODEL,
+        "steps": 10,
+        "batch_size": 8,
+        "group": 2,
+        "prototypes": 24,
+        "head_hidden": 32,
+        "head_bottleneck": 16,
+        "drop_path": 0.2,
+        "layer_scale": 0.1,
+        "crop_ratio": 1.0,
+        "snapshots": False,
+        **changes,
+    }
+    carried = {"workers": 0, "log_every": 1, "save_every": 3, "keep": 2, "device": "cpu", **(run or {})}
+    return Dinov2Config(data=str(data), out=out, **values, run=RunConfig(**carried))
+
+
+Config = Deit3Config | Dinov2Config
+
+
+def work(chosen: Config, slow: float = 0.0) -> None:
     """Train, as a process; `slow` makes each flush to the disk take so many seconds more."""
     # What it prints is of no interest, but what goes wrong is.
     os.dup2(os.open(chosen.out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
@@ -60,38 +91,60 @@ def work(chosen: Deit3Config, slow: float = 0.0) -> None:
     flush = checkpoint._flush
     if slow:
         checkpoint._flush = lambda path: (time.sleep(slow), flush(path))
-    raise SystemExit(EXIT_REQUEUE if train(chosen).stopped else 0)
+    train = next(recipe.train for recipe in RECIPES.values() if recipe.config is type(chosen))
+    raise SystemExit(EXIT_REQUEUE if train(chosen, "").stopped else 0)
 
 
-def start(chosen: Deit3Config, slow: float = 0.0) -> ForkServerProcess:
+def start(chosen: Config, slow: float = 0.0) -> ForkServerProcess:
     """Begin to train in a process."""
     process = processes.Process(target=work, args=(chosen, slow))
     process.start()
     return process
 
 
-def run(chosen: Deit3Config) -> int:
+def run(chosen: Config) -> int:
     """Train in a process; its exit code."""
     process = start(chosen)
     process.join(120)
     return finished(process, chosen)
 
 
-def finished(process: ForkServerProcess, chosen: Deit3Config) -> int:
+def finished(process: ForkServerProcess, chosen: Config) -> int:
     """The exit code of a process; what it printed if that is an error."""
     if process.exitcode not in (0, EXIT_REQUEUE, -signal.SIGKILL):
         raise AssertionError(f"{process.exitcode}: {chosen.out.with_suffix('.log').read_text()[-4000:]}")
     return process.exitcode
 
 
-def run_ranks(chosen: Deit3Config, size: int) -> None:
+def wait_for(out: Path, step: int, process: ForkServerProcess) -> None:
+    """Wait until a run has logged so many updates."""
+    while process.is_alive() and last_step(out) < step:
+        time.sleep(0.002)
+
+
+def killed_and_resumed(chosen: Config, total: int, kills: int, seed: int) -> int:
+    """Kill a run at random moments, then let it end; how many of the moments lay within a save."""
+    generator = random.Random(seed)
+    within = 0
+    for step in sorted(generator.sample(range(total), kills)):
+        process = start(chosen, slow=0.01)
+        wait_for(chosen.out, step, process)
+        time.sleep(generator.expovariate(100))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        within += any((chosen.out / "checkpoints").glob(".step-*"))
+    assert run(chosen) == 0
+    return within
+
+
+def run_ranks(chosen: Config, size: int) -> None:
     """Train in several processes together."""
     for process in start_ranks(chosen, size):
         process.join(120)
         assert finished(process, chosen) == 0
 
 
-def start_ranks(chosen: Deit3Config, size: int) -> list[ForkServerProcess]:
+def start_ranks(chosen: Config, size: int) -> list[ForkServerProcess]:
     """Begin to train in several processes together."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -102,7 +155,7 @@ def start_ranks(chosen: Deit3Config, size: int) -> list[ForkServerProcess]:
     return group
 
 
-def rank_work(chosen: Deit3Config, rank: int, size: int, port: int) -> None:
+def rank_work(chosen: Config, rank: int, size: int, port: int) -> None:
     """What torchrun does for a process."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     os.environ.update(zip(names, map(str, (rank, rank, size, "localhost", port)), strict=True))

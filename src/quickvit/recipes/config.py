@@ -1,0 +1,28 @@
+"""Configurations: tables of defaults, values that are filled in, and what is kept of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def row(table: Mapping[int, T], width: int) -> T:
+    """The row of a table that holds for a width."""
+    return table[max(least for least in table if least <= width)]
+
+
+def given(value: T | None) -> T:
+    """A value that is filled in by now."""
+    if value is None:
+        raise ValueError("the configuration has open values; call resolve() first")
+    return value
+
+
+def as_plain(config: Any) -> dict[str, Any]:
+    """A configuration as JSON knows it."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
+    return plain

@@ -1,0 +1,49 @@
+"""A backbone that takes crops of several sizes, with patches hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from quickvit.models import QuickVisionTransformer, ViT
+
+
+class CropEncoder(nn.Module):
+    """Batches of crops [B, 3, H, W], each of its own size → their normalised tokens [B, prefix + patches, C].
+
+    A Quick ViT brings a token for hidden patches; a ViT of timm is given one here.
+    """
+
+    def __init__(self, vit: ViT) -> None:
+        super().__init__()
+        if vit.cls_token is None:
+            raise ValueError("self-distillation needs a class token; create the model with class_token=True")
+        self.vit = vit
+        self.mask_token: nn.Parameter | None = None
+        if isinstance(vit, VisionTransformer):
+            self.mask_token = nn.Parameter(torch.zeros(vit.embed_dim))
+        elif vit.mask_token is None:
+            raise ValueError("the Quick ViT has no mask token; create it with mask_token=True")
+
+    @property
+    def prefix(self) -> int:
+        """Tokens before the patches, the class token first."""
+        return self.vit.num_prefix_tokens
+
+    def forward(self, crops: Sequence[Tensor], mask: Tensor | None = None) -> list[Tensor]:
+        """The tokens of each batch of crops; mask [B, patches] hides patches of the first batch."""
+        return [self._tokens(images, None if number else mask) for number, images in enumerate(crops)]
+
+    def _tokens(self, images: Tensor, mask: Tensor | None) -> Tensor:
+        if isinstance(self.vit, QuickVisionTransformer):
+            return self.vit.forward_features(images, mask)
+        x = self.vit.patch_embed(images)
+        if mask is not None:
+            assert self.mask_token is not None
+            x = torch.where(mask.view(*x.shape[:-1], 1), self.mask_token.to(x.dtype), x)
+        x = self.vit.norm_pre(self.vit.patch_drop(self.vit._pos_embed(x)))
+        tokens: Tensor = self.vit.norm(self.vit.blocks(x))
+        return tokens

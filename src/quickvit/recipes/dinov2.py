@@ -1,0 +1,583 @@
+"""DINOv2: self-supervised training of backbones.
+
+Values are those of Quick ViTs' table of hyperparameters (ViT-L/16 and ViT-H/16) where it has them, else those of
+DINOv2's default configuration, to which the paper refers. Where the two differ, it is said beside the value.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from quickvit.data import (
+    BlockMasking,
+    EvalTransform,
+    MultiCrop,
+    Source,
+    ViewBatch,
+    ViewLoader,
+    cache,
+    declare_preprocessing,
+    dinobloom_views,
+    dinov2_views,
+    eval_transform,
+    mix,
+    open_source,
+)
+from quickvit.evaluate.classification import KnnClassifier, Splits, open_splits
+from quickvit.evaluate.extract import Features
+from quickvit.evaluate.knn import TEMPERATURE
+from quickvit.models import QuickVisionTransformer, ViT
+from quickvit.recipes.config import as_plain, given, row
+from quickvit.recipes.dino.backbone import CropEncoder
+from quickvit.recipes.dino.head import DinoHead
+from quickvit.recipes.dino.losses import dino_loss, ibot_loss, koleo_loss
+from quickvit.recipes.dino.progress import collect, scores
+from quickvit.recipes.dino.targets import Centering, Targets
+from quickvit.recipes.dino.watch import agreement, diagnose, feature_std, target_entropy
+from quickvit.recipes.model import ModelArguments, build, create, save_model, with_positions
+from quickvit.recipes.run import carry_out
+from quickvit.train import (
+    Outcome,
+    Precision,
+    Recipe,
+    RunConfig,
+    Schedule,
+    World,
+    averaged_copy,
+    bare,
+    build_optimizer,
+    cosine,
+    follow,
+    parameter_groups,
+    scaled,
+    warmup_then_cosine,
+)
+
+logger = logging.getLogger(__name__)
+
+MODEL = "model.safetensors"
+SNAPSHOTS = "teachers"
+# DINOv2 scales the learning rate by √(batch / 1024).
+REFERENCE_BATCH = 1024
+# Images of a GPU in the paper, for ViT-L.
+GROUP = 64
+# Shares of the updates: 12,500, 37,500 and 1,250 of 125,000.
+WARMUP, TEMPERATURE_WARMUP, FROZEN = 0.1, 0.3, 0.01
+ViewsName = Literal["dinov2", "dinobloom"]
+VIEWS: dict[ViewsName, Callable[..., MultiCrop]] = {"dinov2": dinov2_views, "dinobloom": dinobloom_views}
+# Numbers of neighbours that are noted during training.
+NEIGHBOURS = (1, 20)
+
+# Quick ViTs: batches of 1024, 125,000 updates, base learning rate 4e-3, drop path 0.3, 65,536 prototypes, layer
+# scale 1e-5.
+IMAGENET: dict[str, Any] = {
+    "batch_size": 1024,
+    "steps": 125_000,
+    "learning_rate": 4e-3,
+    "drop_path": 0.3,
+    "prototypes": 65536,
+    "layer_scale": 1e-5,
+}
+# For sets of thousands of images and models of a few million parameters. Nobody publishes such runs; these were
+# found to be stable.
+SMALL: dict[str, Any] = {"batch_size": 256, "steps": 10_000, "layer_scale": 1e-5}
+SMALL_SIZES: dict[int, dict[str, Any]] = {
+    0: {"drop_path": 0.0, "prototypes": 2048, "learning_rate": 4e-3},
+    384: {"drop_path": 0.1, "prototypes": 4096, "learning_rate": 4e-3},
+    768: {"drop_path": 0.2, "prototypes": 8192, "learning_rate": 2e-3},
+}
+
+
+@dataclass(frozen=True)
+class Dinov2Config:
+    """Configuration of DINOv2. What is left open follows from the preset, from the model and from other values."""
+
+    EVALUATIONS: ClassVar[int] = 10
+
+    model: str
+    """Name of a Quick ViT, of a baseline (baseline_large_patch16_224) or of a ViT of timm."""
+    data: dict[str, float] | str
+    """A folder of images, nested in any way, or another source of quickvit.data; or several with their weights, for
+    example {"cells": 2, "smears": 1}, which are their shares of the samples whatever their sizes."""
+    out: Path
+    """The run folder. A run that is there already is resumed."""
+    finetune: Path | None = None
+    """Checkpoint of a backbone to go on from, of this model at any resolution; its heads are new."""
+    preset: Literal["imagenet", "small"] = "imagenet"
+    """imagenet has the paper's values; small is for sets of thousands of images and models up to ViT-B."""
+    img_size: int = 224
+    """Side of the global views (DINOv2)."""
+    local_size: int | None = None
+    """Side of the local views; by default 96/224 of the global ones' (DINOv2), in whole patches."""
+    local_views: int = 8
+    """Local views of an image (DINOv2)."""
+    views: ViewsName = "dinov2"
+    """How they are augmented; dinobloom for cells and other images without an upright pose, whose colours matter."""
+    global_scale: tuple[float, float] = (0.32, 1.0)
+    """Area of the global views, relative to the image's (DINOv2)."""
+    local_scale: tuple[float, float] = (0.05, 0.32)
+    """Area of the local views (DINOv2)."""
+    patch_size: int | None = None
+    """Side of the patches; the model's own by default."""
+    octic_depth: int | None = None
+    """The paper's k, how many blocks are octic: 0 … depth; the model's own by default."""
+    invariant: str | None = None
+    """The invariant of a d8 or i8; power_spectrum by default, as in the paper's models of this recipe."""
+    lift: Literal["octic", "free"] | None = None
+    """free for the paper's ablation without symmetry in the patch embedding (h8 and h2)."""
+    layer_scale: float | None = None
+    """Initial layer scale: 1e-5 (Quick ViTs)."""
+    model_args: ModelArguments | None = None
+    """Further arguments of the model, for example {"depth": 6}."""
+    steps: int | None = None
+    """Updates: 125,000 (Quick ViTs), 10,000 with the small preset."""
+    batch_size: int | None = None
+    """Images per update of all GPUs together: 1024 (Quick ViTs), 256 with the small preset."""
+    learning_rate: float | None = None
+    """For a batch of 1024, scaled by √(batch / 1024): 4e-3 (Quick ViTs)."""
+    final_learning_rate: float = 1e-6
+    """Where the cosine ends (DINOv2)."""
+    warmup_steps: int | None = None
+    """Updates in which the learning rate rises: a tenth of all (Quick ViTs: 12,500 of 125,000)."""
+    layer_decay: float = 0.9
+    """Factor of the learning rate from a layer to the one below (DINOv2)."""
+    patch_embed_rate: float = 0.2
+    """Factor of the learning rate of the patch embedding (DINOv2)."""
+    weight_decay: float = 0.04
+    """At the beginning (Quick ViTs)."""
+    final_weight_decay: float = 0.4
+    """At the end of a cosine (DINOv2)."""
+    clip: float | None = 3.0
+    """Largest norm of the gradient, of the backbone and of the head each (Quick ViTs)."""
+    drop_path: float | None = None
+    """Stochastic depth, the same in all blocks: 0.3 (Quick ViTs)."""
+    prototypes: int | None = None
+    """65,536 (Quick ViTs), fewer with the small preset; shared by class tokens and patches (DINOv2)."""
+    head_layers: int = 3
+    """Layers of the head (DINOv2)."""
+    head_hidden: int = 2048
+    """Their width (DINOv2)."""
+    head_bottleneck: int = 256
+    """Width of what is compared with the prototypes (DINOv2)."""
+    frozen_steps: int | None = None
+    """Updates in which the prototypes stay as they are: a hundredth of all (DINOv2: 1,250 of 125,000)."""
+    momentum: float = 0.992
+    """Of the teacher, at the beginning (DINOv2). Quick ViTs' table says 0.8, with which the teacher would be the
+    student of five updates ago; the configuration that was released with it says 0.992."""
+    final_momentum: float = 1.0
+    """At the end of a cosine (DINOv2)."""
+    teacher_temperature: float = 0.07
+    """Of the teacher's targets (DINOv2)."""
+    first_teacher_temperature: float = 0.04
+    """At the beginning (DINOv2)."""
+    temperature_steps: int | None = None
+    """Updates in which the temperature rises: 3 of 10 (DINOv2: 37,500 of 125,000)."""
+    centering: Centering = "softmax"
+    """softmax with a moving centre (DINOv2's default), sinkhorn (its larger models), or none, to see a collapse."""
+    dino_weight: float = 1.0
+    """Of the loss of class tokens (DINOv2)."""
+    ibot_weight: float = 1.0
+    """Of the loss of hidden patches (DINOv2)."""
+    koleo_weight: float = 0.1
+    """Of KoLeo, for each global view (Quick ViTs)."""
+    mask_probability: float = 0.5
+    """Share of the global views that have hidden patches (Quick ViTs)."""
+    mask_ratio: tuple[float, float] = (0.1, 0.5)
+    """Shares of patches that are hidden there (Quick ViTs)."""
+    group: int | None = None
+    """So many consecutive images share a draw of masks, and seek their neighbours for KoLeo among themselves: 64, as
+    a GPU has for the paper's ViT-L, or what of it divides the batch."""
+    crop_ratio: float = 224 / 256
+    """Share of the image that is evaluated (DINOv2)."""
+    labelled: str | None = None
+    """Data with classes for k-NN during training; the training data by default, if it has classes and a validation
+    split."""
+    knn_images: int = 100_000
+    """At most so many training images are neighbours there."""
+    snapshots: bool = True
+    """Keep the teacher of each evaluation in RUN/teachers."""
+    precision: Literal["auto", "bf16", "float32", "float64"] = "auto"
+    """auto is bf16 on a GPU (Quick ViTs) and float32 on a CPU."""
+    steps_per_epoch: int = 1250
+    """Updates that are called an epoch, however many images there are (DINOv2)."""
+    cache: bool = False
+    """Keep decoded images in memory, for small ones whose files cost more to open than to augment."""
+    seed: int = 0
+    """Of weights, order, views, masks and stochastic depth."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """How the run is carried out; may change from one start to the next. By default there are ten evaluations."""
+
+    def defaults(self, width: int) -> dict[str, Any]:
+        """The preset's values for a model of this width."""
+        return IMAGENET if self.preset == "imagenet" else {**SMALL, **row(SMALL_SIZES, width)}
+
+
+# Fields that say where things are or how they are done, not what is computed.
+_PLACES = ("data", "out", "finetune", "labelled", "knn_images", "snapshots", "cache", "run")
+C = TypeVar("C", bound=Dinov2Config)
+
+
+def resolve(config: C, device: torch.device) -> C:
+    """The configuration with every value filled in."""
+    with torch.device("meta"):
+        model = create(config, classes=0, crops=True)
+    patch = patch_size(model)
+    chosen = {
+        name: _or(getattr(config, name), value) for name, value in config.defaults(model.embed_dim).items()
+    }
+    steps, batch_size = chosen["steps"], chosen["batch_size"]
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "float32"
+    return replace(
+        config,
+        **chosen,
+        local_size=_or(config.local_size, max(1, round(config.img_size * 96 / 224 / patch)) * patch),
+        warmup_steps=_or(config.warmup_steps, round(WARMUP * steps)),
+        temperature_steps=_or(config.temperature_steps, round(TEMPERATURE_WARMUP * steps)),
+        frozen_steps=_or(config.frozen_steps, round(FROZEN * steps)),
+        group=_or(config.group, math.gcd(GROUP, batch_size)),
+        precision=precision,
+        model_args=with_positions(config, config.finetune),
+        run=replace(
+            config.run, evaluate_every=_or(config.run.evaluate_every, max(1, steps // config.EVALUATIONS))
+        ),
+    )
+
+
+def train(config: Dinov2Config, command: str = "") -> Outcome:
+    """Train by DINOv2's recipe, from the start or from where the run folder's checkpoints end."""
+    return carry_out(config, resolve, Dinov2, command)
+
+
+class Dinov2(Recipe):
+    """A student and its teacher, a backbone and a head each, and the teacher's targets.
+
+    Takes a resolved configuration.
+    """
+
+    name = "dinov2"
+    batch_type = ViewBatch
+    evaluates_first = True
+
+    def __init__(self, config: Dinov2Config) -> None:
+        _check(config)
+        self.config = config
+        self.seed, self.clip = config.seed, config.clip
+        self.batch_size, self.total_steps = given(config.batch_size), given(config.steps)
+        self.steps_per_epoch = config.steps_per_epoch
+        self.precision: Precision = "float32" if config.precision == "auto" else config.precision
+        self.dtype = torch.float64 if self.precision == "float64" else torch.float32
+        prototypes = given(config.prototypes)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            vit = build(config, 0, config.finetune, drop_path=given(config.drop_path), crops=True)
+            widths = {"hidden": config.head_hidden, "bottleneck": config.head_bottleneck}
+            head = DinoHead(vit.embed_dim, prototypes, layers=config.head_layers, **widths).to(self.dtype)
+        declare_preprocessing(vit, self.eval_transform())
+        student = CropEncoder(vit).to(self.dtype)
+        self.modules = {
+            "student": student,
+            "student_head": head,
+            "teacher": averaged_copy(student),
+            "teacher_head": averaged_copy(head),
+            "targets": Targets(prototypes, config.centering, self.dtype),
+        }
+        side = config.img_size // patch_size(vit)
+        self.masking = BlockMasking(
+            (side, side), config.mask_probability, config.mask_ratio, given(config.group)
+        )
+        self._momentum = cosine(config.momentum, config.final_momentum, self.total_steps)
+        self._temperature = _risen(
+            config.first_teacher_temperature, config.teacher_temperature, given(config.temperature_steps)
+        )
+        self._step = -1
+        self._watched: dict[str, Tensor] = {}
+        self._trouble: str | None = None
+
+    @classmethod
+    def rebuild(cls, config: Dinov2Config) -> Dinov2:
+        """The recipe of a run that is to be looked at; its weights are to come from a state of it."""
+        return cls(replace(config, finetune=None))
+
+    def settings(self) -> Mapping[str, Any]:
+        """The configuration, less where things are and how the run is carried out."""
+        return {name: value for name, value in as_plain(self.config).items() if name not in _PLACES}
+
+    # ------------------------------------------------------------------ optimisation
+
+    def optimizer(self) -> Optimizer:
+        """AdamW with DINOv2's schedules, the prototypes frozen at first."""
+        config = self.config
+        lr = warmup_then_cosine(
+            given(config.learning_rate) * math.sqrt(self.batch_size / REFERENCE_BATCH),
+            config.final_learning_rate,
+            self.total_steps,
+            given(config.warmup_steps),
+        )
+        decay = cosine(config.weight_decay, config.final_weight_decay, self.total_steps)
+        student, head = bare(self.modules["student"]), bare(self.modules["student_head"])
+        assert isinstance(student, CropEncoder)
+        # The last norm is a layer of its own; timm counts it to the last block.
+        below = scaled(lr, config.layer_decay)
+        rates = {"norm.": lr, "patch_embed.": scaled(below, config.patch_embed_rate)}
+        groups = parameter_groups(student.vit, below, decay, config.layer_decay, rates)
+        frozen = {"prototypes": lambda step: lr(step) if step >= given(config.frozen_steps) else 0.0}
+        groups += parameter_groups(head, lr, decay, rates=frozen)
+        if student.mask_token is not None:
+            # It belongs to the layer of the patch embedding, as a Quick ViT's does.
+            lowest = config.layer_decay ** (len(student.vit.blocks) + 1)
+            groups += parameter_groups(
+                nn.ParameterList([student.mask_token]), lambda step: lowest * lr(step), 0.0
+            )
+        return build_optimizer("adamw", groups)
+
+    def after_step(self, step: int) -> None:
+        """Let the teacher follow, take in what was seen of its targets, and look for signs of collapse."""
+        for name in ("", "_head"):
+            follow(self.modules[f"teacher{name}"], bare(self.modules[f"student{name}"]), self._momentum(step))
+        self._targets.update(step, self.world)
+        if (step + 1) % self.config.run.log_every == 0 and step >= given(self.config.warmup_steps):
+            self._look_for_collapse(step + 1)
+
+    def _look_for_collapse(self, done: int) -> None:
+        """Raise the alarm once for each kind of trouble; before the warm-up is over, all features are much alike."""
+        numbers = {name: value.item() for name, value in self._watched.items()}
+        trouble, before = diagnose(numbers, self.config.centering), self._trouble
+        self._trouble = trouble
+        if trouble != before and self.world.main:
+            logger.warning(
+                "after %d updates: %s", done, f"COLLAPSE: {trouble}" if trouble else "no collapse any more"
+            )
+
+    # ------------------------------------------------------------------ data
+
+    def batches(self, start: int, world: World) -> Iterator[ViewBatch]:
+        """Views of images, and masks."""
+        config = self.config
+        share = self.batch_size // (world.size * config.run.accumulate)
+        if share % self.masking.group:
+            raise ValueError(
+                f"group must divide the {share} images of a backward pass, got {self.masking.group}; set --group, "
+                f"for example to {math.gcd(share, self.masking.group)}"
+            )
+        loader = ViewLoader(
+            _open(config.data, config.cache),
+            VIEWS[config.views](
+                config.img_size,
+                given(config.local_size),
+                config.local_views,
+                global_scale=config.global_scale,
+                local_scale=config.local_scale,
+            ),
+            self.masking,
+            batch_size=self.batch_size,
+            seed=config.seed,
+            steps_per_epoch=self.steps_per_epoch,
+            rank=world.rank,
+            world_size=world.size,
+            workers=config.run.workers,
+            device=world.device,
+        )
+        return loader.batches(start, self.total_steps)
+
+    # ------------------------------------------------------------------ loss
+
+    def loss(self, batch: ViewBatch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """DINO's, iBOT's and KoLeo's losses, weighted, and signs of collapse.
+
+        V views of B images; n hidden patches, of which some are there to fill up a number that is always the same.
+        """
+        config, targets = self.config, self._targets
+        if step != self._step:
+            targets.begin()
+            self._step = step
+        images, views = batch.global_views.shape[:2]
+        global_views = batch.global_views.flatten(0, 1).to(self.dtype)
+        masks = batch.masks.flatten(0, 1)
+        hidden = HiddenPatches(masks, images // self.masking.group * self.masking.most, self.dtype)
+
+        with torch.no_grad():
+            tokens = self._encode("teacher", [global_views])[0]
+            teacher_classes = tokens[:, 0]
+            logits = self._compare("teacher_head", teacher_classes, hidden.of(tokens))
+            temperature = self._temperature(step)
+            class_targets = targets(logits[0], "class", temperature, self.world)
+            patch_targets = targets(logits[1], "patch", temperature, self.world, hidden.counted)
+            targets.observe(logits[0], class_targets, logits[1], hidden.counted)
+            class_targets = class_targets.unflatten(0, (images, views))
+
+        crops = [global_views]
+        if config.local_views:
+            crops.append(batch.local_views.flatten(0, 1).to(self.dtype))
+        tokens, *local_tokens = self._encode("student", crops, masks)
+        classes, local_classes = tokens[:, 0], [tokens[:, 0] for tokens in local_tokens]
+        logits = self._compare("student_head", classes, hidden.of(tokens), *local_classes)
+        global_logits = logits[0].unflatten(0, (images, views))
+        local_logits = logits[2].unflatten(0, (images, -1)) if config.local_views else global_logits[:, :0]
+
+        dino = dino_loss(global_logits, local_logits, class_targets)
+        ibot = ibot_loss(logits[1], patch_targets, hidden.weights, len(masks))
+        # Neighbours are those of the same view of the images of a group, never another view of the same image.
+        koleo = koleo_loss(classes.unflatten(0, (-1, self.masking.group, views)).transpose(1, 2))
+        loss = config.dino_weight * dino + config.ibot_weight * ibot + config.koleo_weight * views * koleo
+        self._watched = {
+            "feature_std": feature_std(teacher_classes),
+            "target_entropy": target_entropy(class_targets),
+            "agreement": agreement(global_logits, class_targets),
+            **targets.numbers(step),
+        }
+        return loss, {"dino": dino, "ibot": ibot, "koleo": koleo, **self._watched}
+
+    def _encode(self, name: str, crops: list[Tensor], masks: Tensor | None = None) -> list[Tensor]:
+        """Crops through a backbone: the tokens of each batch of them, class token first, then patches."""
+        encoder = bare(self.modules[name])
+        assert isinstance(encoder, CropEncoder)
+        prefix = encoder.prefix
+        found: list[Tensor] = self.modules[name](crops, masks)
+        return [
+            torch.cat([tokens[:, :1], tokens[:, prefix:]], 1) if prefix > 1 else tokens for tokens in found
+        ]
+
+    def _compare(self, name: str, *tokens: Tensor) -> tuple[Tensor, ...]:
+        """Several lists of tokens through a head, at once."""
+        logits: Tensor = self.modules[name](torch.cat(tokens))
+        return logits.split([len(part) for part in tokens])
+
+    @property
+    def _targets(self) -> Targets:
+        targets = self.modules["targets"]
+        assert isinstance(targets, Targets)
+        return targets
+
+    # ------------------------------------------------------------------ results
+
+    def eval_transform(self) -> EvalTransform:
+        """How images are prepared for the teacher."""
+        return eval_transform(self.config.img_size, self.config.crop_ratio)
+
+    def evaluate(self, world: World) -> dict[str, float]:
+        """The accuracy of the teacher's nearest neighbours, if there is labelled data; and keep the teacher."""
+        if self.config.snapshots:
+            done = int(self._targets.updates)
+            self._save(self.config.out / SNAPSHOTS / f"step-{done:08d}.safetensors", world)
+        splits = self._labelled()
+        if splits is None:
+            return {}
+        options = {"batch_size": max(1, self.batch_size // world.size), "workers": self.config.run.workers}
+        train, test = (
+            collect(
+                self._vectors, source, self.eval_transform(), world, most=self.config.knn_images, **options
+            )
+            for source in (splits.train, self.tested(splits))
+        )
+        return self.judge(train, test, world)
+
+    def tested(self, splits: Splits) -> Source:
+        """What features are judged on during training: the validation split, if there is another to test on."""
+        return splits.val or splits.test
+
+    def judge(self, train: Features, test: Features, world: World) -> dict[str, float]:
+        """Scores of features: the accuracies of DINOv2's k-NN."""
+        ks = tuple(k for k in NEIGHBOURS if k <= len(train.targets))
+        knn = KnnClassifier(train, ks, "cosine", TEMPERATURE, world.device, world, progress=False)
+        return {name: value for name, value in scores(knn, test).items() if name.endswith("/accuracy")}
+
+    def export(self, folder: Path, world: World) -> None:
+        """Write `model.safetensors`: the teacher's backbone, with how images are prepared for it."""
+        self._save(folder / MODEL, world)
+
+    def _save(self, path: Path, world: World) -> None:
+        teacher = self.modules["teacher"]
+        assert isinstance(teacher, CropEncoder)
+        save_model(teacher.vit, path, world)
+
+    def _vectors(self, images: Tensor) -> Tensor:
+        """The teacher's class tokens."""
+        return self._encode("teacher", [images.to(self.dtype)])[0][:, 0]
+
+    def _labelled(self) -> Splits | None:
+        """Data with classes: what was asked for, or the training data if it has them."""
+        config = self.config
+        if config.labelled is not None:
+            return open_splits(config.labelled)
+        try:
+            return open_splits(config.data) if isinstance(config.data, str) else None
+        except (ValueError, FileNotFoundError) as reason:
+            logger.info("no k-NN during training: %s", reason)
+            return None
+
+
+class HiddenPatches:
+    """Which patches of masks [V, patches] are hidden, as `most` rows whatever their number is, so that shapes stay.
+
+    rows [most]: places among all patches, hidden ones first. counted [most]: whether a row is hidden; the others
+    only fill up. weights [most]: 1 / (hidden patches of the same view), 0 for the others.
+    """
+
+    def __init__(self, masks: Tensor, most: int, dtype: torch.dtype = torch.float32) -> None:
+        flat = masks.flatten()
+        self.rows = flat.to(torch.uint8).argsort(descending=True, stable=True)[:most]
+        self.counted = flat[self.rows]
+        each = masks.sum(-1).clamp(min=1)
+        self.weights = self.counted.to(dtype) / each[self.rows // masks.shape[1]]
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """The rows of tokens [V, 1 + patches, C] → [most, C]."""
+        return tokens[:, 1:].flatten(0, 1)[self.rows]
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def patch_size(model: ViT) -> int:
+    """Side of a model's patches."""
+    if isinstance(model, QuickVisionTransformer):
+        return model.patch_size
+    side: int = model.patch_embed.patch_size[0]
+    return side
+
+
+def _open(data: dict[str, float] | str, keep: bool) -> Source:
+    """The images of a folder, or of several in proportion to their weights."""
+    sources = {
+        spec: open_source(spec, "train", labelled=False)
+        for spec in ([data] if isinstance(data, str) else data)
+    }
+    kept = {spec: cache(source) if keep else source for spec, source in sources.items()}
+    return kept[data] if isinstance(data, str) else mix({kept[spec]: weight for spec, weight in data.items()})
+
+
+def _risen(start: float, end: float, steps: int) -> Schedule:
+    """A line from `start` to `end`, then `end`."""
+    return warmup_then_cosine(end, end, steps, steps, start)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _check(config: Dinov2Config) -> None:
+    """Refuse a configuration that cannot be carried out."""
+    if given(config.steps) < 0 or config.local_views < 0:
+        raise ValueError(
+            f"steps and local_views must be at least 0, got {config.steps} and {config.local_views}"
+        )
+    if given(config.group) < 2 and config.koleo_weight:
+        raise ValueError(
+            f"KoLeo needs a group of at least 2 images, got {config.group}; use another batch_size or group"
+        )
+    if config.centering == "sinkhorn" and config.run.accumulate > 1:
+        raise ValueError(
+            f"Sinkhorn–Knopp assigns all images of an update at once, so accumulate must be 1, got "
+            f"{config.run.accumulate}; use --centering softmax"
+        )

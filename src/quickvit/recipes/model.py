@@ -1,0 +1,148 @@
+"""The models of recipes: created for them, started from checkpoints, and saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from timm.layers import DropPath
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from quickvit.models import QuickVisionTransformer, ViT, create_model
+from quickvit.models.checkpoints import load_weights, read_checkpoint, restore, save_checkpoint, save_weights
+from quickvit.models.standard import standard_config
+from quickvit.train import World
+
+ModelArguments = dict[str, int | float | str | bool | None]
+# What need not come from a checkpoint: other classes need another head, and not everyone hides patches.
+REPLACEABLE = ("head.weight", "head.bias", "mask_token.weight")
+
+
+class Architecture(Protocol):
+    """What the configurations of recipes say about their model."""
+
+    @property
+    def model(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def img_size(self) -> int:
+        """Side of the images."""
+        ...
+
+    @property
+    def patch_size(self) -> int | None:
+        """Side of the patches."""
+        ...
+
+    @property
+    def octic_depth(self) -> int | None:
+        """Blocks that are octic."""
+        ...
+
+    @property
+    def invariant(self) -> str | None:
+        """The invariant of a d8 or i8."""
+        ...
+
+    @property
+    def lift(self) -> Literal["octic", "free"] | None:
+        """The patch embedding."""
+        ...
+
+    @property
+    def layer_scale(self) -> float | None:
+        """Initial layer scale."""
+        ...
+
+    @property
+    def model_args(self) -> ModelArguments | None:
+        """Further arguments."""
+        ...
+
+
+def create(
+    config: Architecture,
+    classes: int,
+    *,
+    drop_path: float = 0.0,
+    crops: bool = False,
+) -> ViT:
+    """A fresh model with stochastic depth of the same rate in all blocks.
+
+    crops: it takes images of any size, and a Quick ViT hides patches.
+    """
+    ablation = {
+        name: value
+        for name in ("octic_depth", "invariant", "lift")
+        if (value := getattr(config, name)) is not None
+    }
+    options: dict[str, Any] = {
+        "img_size": config.img_size,
+        "num_classes": classes,
+        "init_values": config.layer_scale,
+        **({"dynamic_img_size": True} if crops else {}),
+        **ablation,
+        **(config.model_args or {}),
+    }
+    if config.patch_size is not None:
+        options["patch_size"] = config.patch_size
+    if config.model.startswith("quickvit_"):
+        options |= {"drop_path_rate": drop_path, "uniform_drop_path": True, "mask_token": crops}
+    elif ablation:
+        raise ValueError(f"{', '.join(ablation)} is for Quick ViTs, {config.model} is none")
+    try:
+        model = create_model(config.model, **options)
+    except TypeError as error:
+        raise ValueError(f"cannot build {config.model} with {options}: {error}") from error
+    if isinstance(model, VisionTransformer) and drop_path:
+        # timm's own rises from block to block.
+        for block in model.blocks:
+            block.drop_path1, block.drop_path2 = DropPath(drop_path), DropPath(drop_path)
+    return model
+
+
+def build(config: Architecture, classes: int, checkpoint: Path | None = None, **options: Any) -> ViT:
+    """A model of `create`, fresh or with the weights of a checkpoint, of any resolution and with any head."""
+    if checkpoint is None:
+        return create(config, classes, **options)
+    state, _ = read_checkpoint(checkpoint)
+    model = create(config, classes, **options)
+    if isinstance(model, VisionTransformer):
+        state = checkpoint_filter_fn(state, model, interpolation="bicubic")
+    own = model.state_dict()
+    for name in REPLACEABLE:
+        if name not in own:
+            state.pop(name, None)
+        elif name not in state or state[name].shape != own[name].shape:
+            state[name] = own[name]
+    load_weights(model, state, source=str(checkpoint))
+    return model
+
+
+def with_positions(config: Architecture, checkpoint: Path | None) -> ModelArguments | None:
+    """The model's arguments, with the grid of the positions that the checkpoint of a Quick ViT has learned."""
+    if checkpoint is None or not config.model.startswith("quickvit_"):
+        return config.model_args
+    state, theirs = read_checkpoint(checkpoint)
+    grid = restore(theirs, state, str(checkpoint)).pos_embed.grid_size
+    return {**(config.model_args or {}), "pos_grid": grid}
+
+
+def save_model(model: nn.Module, path: Path, world: World) -> None:
+    """Write a checkpoint of a whole or sharded model; called on all ranks."""
+    state = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    if not world.main:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, QuickVisionTransformer):
+        save_checkpoint(model, path, state)
+    else:
+        assert isinstance(model, VisionTransformer)
+        save_weights(state, path, standard_config(model))
