@@ -50,3 +50,12 @@ def test_the_speed_on_a_gpu_is_what_was_measured():
     vit, d8, h8 = record["results"]
     cells = f"{vit['ms']:.2f} | {h8['ms']:.2f} | {d8['ms']:.2f} | {h8['ratio']:.2f}×, {d8['ratio']:.2f}×"
     assert f"| {vit['case']} | {cells} |" in README.read_text()
+
+
+def test_the_headline_is_what_was_measured():
+    def ratio(name, case):
+        record = json.loads((README.parent / "benchmarks" / f"{name}.json").read_text())
+        return next(r["ratio"] for r in record["results"] if (r["case"], r["name"]) == (case, "d8"))
+
+    cpu, gpu = (ratio(name, "ViT-Large/16 forward") for name in ("cpu_model", "h200_model"))
+    assert f"{cpu:.1f}× as fast as timm's on a CPU and {gpu:.1f}× on an H200" in README.read_text()

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from quickvit.ops.tiles import tile
-from quickvit.ops.triton.heads import block_of
+from quickvit.ops.triton.heads import head_bias, head_columns
 from quickvit.ops.triton.launch import traced
 
 # By head size: the tiles to choose from, as (own rows, rows per step, warps, stages). Own rows are queries, but
@@ -47,11 +47,7 @@ def _own_rows(N, HEADS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _columns(head, PART: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, c: tl.constexpr):
     """Columns [1, D] of a head in one of the PARTS features that a token holds."""
-    d = tl.arange(0, 8 * c)
-    block = block_of(d, c)
-    length = tl.where(d < 4 * c, c, 2 * c)
-    column = block * (PARTS * HEADS * c) + (PART * HEADS + head) * length + d - block * c
-    return tl.max_contiguous(tl.multiple_of(column, 8), 8)[None, :]
+    return head_columns(head, PART, PARTS, HEADS, c, 0, 8 * c, 8)
 
 
 @triton.jit
@@ -68,13 +64,6 @@ def _load(pointer, row, inside, column, STRIDE: tl.constexpr):
 def _store(pointer, value, row, inside, column, STRIDE: tl.constexpr):
     value = value.to(pointer.dtype.element_ty)
     tl.store(pointer + (row[:, None] * STRIDE + column), value, mask=inside[:, None])
-
-
-@triton.jit
-def _load_bias(bias, head, PART: tl.constexpr, HEADS: tl.constexpr, c: tl.constexpr):
-    """The A1 bias of one of q, k, v as a row [1, D] over a head's vector."""
-    d = tl.arange(0, 8 * c)
-    return tl.load(bias + (PART * HEADS + head) * c + d, mask=d < c, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -127,7 +116,7 @@ def _attention_forward(
     k_column, v_column = _columns(head, 1, 3, HEADS, c), _columns(head, 2, 3, HEADS, c)
     q = _load(tokens + first.to(tl.int64) * (3 * C), row, inside, _columns(head, 0, 3, HEADS, c), 3 * C)
     if bias is not None:
-        q = (q.to(tl.float32) + _load_bias(bias, head, 0, HEADS, c)).to(q.dtype)
+        q = (q.to(tl.float32) + head_bias(bias, head, 0, HEADS, c, 8 * c)).to(q.dtype)
 
     largest = tl.full([BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -150,7 +139,7 @@ def _attention_forward(
     tl.store(lse + pair * N + first + row, (largest + tl.math.log2(total)) * _LN2, mask=inside)
     acc = acc / total[:, None]
     if bias is not None:
-        acc += _load_bias(bias, head, 2, HEADS, c)
+        acc += head_bias(bias, head, 2, HEADS, c, 8 * c)
     _store(out + (batch * N + first) * C, acc, row, inside, _columns(head, 0, 1, HEADS, c), C)
 
 
@@ -216,9 +205,9 @@ def _attention_backward_query(
     if bias is not None:
         # A choice after the sum: with the sum alone the compiler keeps q in registers throughout, at half the
         # occupancy.
-        biased = (q.to(tl.float32) + _load_bias(bias, head, 0, HEADS, c)).to(q.dtype)
+        biased = (q.to(tl.float32) + head_bias(bias, head, 0, HEADS, c, 8 * c)).to(q.dtype)
         q = tl.where(tl.arange(0, 8 * c)[None, :] < c, biased, q)
-        o -= _load_bias(bias, head, 2, HEADS, c)
+        o -= head_bias(bias, head, 2, HEADS, c, 8 * c)
     delta = tl.sum(do.to(tl.float32) * o, axis=1)
     tl.store(deltas + pair * N + first + row, delta, mask=inside)
     log_total = tl.load(lse + pair * N + first + row, mask=inside, other=float("inf")) * _LOG2E
@@ -314,7 +303,7 @@ def _attention_backward_key(
     v = _load(qkv + own, row, inside, v_column, 3 * C)
     lift = None
     if bias is not None:
-        lift = tl.sum(k.to(tl.float32) * _load_bias(bias, head, 0, HEADS, c), axis=1) * SCALE
+        lift = tl.sum(k.to(tl.float32) * head_bias(bias, head, 0, HEADS, c, 8 * c), axis=1) * SCALE
 
     dk = tl.zeros([BLOCK, 8 * c], tl.float32)
     dv = tl.zeros([BLOCK, 8 * c], tl.float32)
@@ -361,7 +350,7 @@ def _attention_backward_key(
         )
 
     if bias is not None:
-        dk += dlift[:, None] * _load_bias(bias, head, 0, HEADS, c)
+        dk += dlift[:, None] * head_bias(bias, head, 0, HEADS, c, 8 * c)
     _store(dqkv + own, dk * (SCALE * _LN2), row, inside, k_column, 3 * C)
     _store(dqkv + own, dv, row, inside, v_column, 3 * C)
 

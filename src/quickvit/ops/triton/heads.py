@@ -30,6 +30,35 @@ def block_of(place, UNIT: tl.constexpr):
 
 
 @triton.jit
+def head_columns(
+    head,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    c: tl.constexpr,
+    START: tl.constexpr,
+    SIZE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Columns [1, SIZE] of a head's entries from START on, in one of the PARTS features that a token holds.
+
+    VECTOR neighbours lie side by side, aligned.
+    """
+    d = START + tl.arange(0, SIZE)
+    block = block_of(d, c)
+    length = tl.where(d < 4 * c, c, 2 * c)
+    column = block * (PARTS * HEADS * c) + (PART * HEADS + head) * length + d - block * c
+    return tl.max_contiguous(tl.multiple_of(column, VECTOR), VECTOR)[None, :]
+
+
+@triton.jit
+def head_bias(bias, head, PART: tl.constexpr, HEADS: tl.constexpr, c: tl.constexpr, SIZE: tl.constexpr):
+    """The A1 bias of one of q, k, v as a row [1, SIZE] over the first entries of a head's vector."""
+    d = tl.arange(0, SIZE)
+    return tl.load(bias + (PART * HEADS + head) * c + d, mask=d < c, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def _run(M: tl.constexpr, TOKENS: tl.constexpr, RUN: tl.constexpr):
     """This program's first token and its entries of a [T, 8 M] feature."""
     runs: tl.constexpr = (8 * M + RUN - 1) // RUN

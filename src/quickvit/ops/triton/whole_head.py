@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from quickvit.ops.tiles import tile
-from quickvit.ops.triton.heads import block_of
+from quickvit.ops.triton.heads import head_bias, head_columns
 from quickvit.ops.triton.launch import traced
 
 # By head size: the two parts of a vector.
@@ -26,25 +26,6 @@ TILE: tuple[int, int, int, int] = (64, 64, 4, 2)
 MAX_TOKENS = 272
 
 _LOG2E = tl.constexpr(1 / math.log(2))
-
-
-@triton.jit
-def _columns(
-    head,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-    HEADS: tl.constexpr,
-    c: tl.constexpr,
-    START: tl.constexpr,
-    SIZE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Columns [1, SIZE] of a head's entries from START on, in one of the PARTS features that a token holds."""
-    d = START + tl.arange(0, SIZE)
-    block = block_of(d, c)
-    length = tl.where(d < 4 * c, c, 2 * c)
-    column = block * (PARTS * HEADS * c) + (PART * HEADS + head) * length + d - block * c
-    return tl.max_contiguous(tl.multiple_of(column, VECTOR), VECTOR)[None, :]
 
 
 @triton.jit
@@ -62,21 +43,14 @@ def _load(
 ):
     """Rows of q, k or v (PART 0, 1, 2): their first DIM and last REST entries, zero where rows are not inside."""
     line = tokens + row[:, None] * (24 * c * HEADS)
-    first = line + _columns(head, PART, 3, HEADS, c, 0, DIM, VECTOR)
-    last = line + _columns(head, PART, 3, HEADS, c, DIM, REST, VECTOR)
+    first = line + head_columns(head, PART, 3, HEADS, c, 0, DIM, VECTOR)
+    last = line + head_columns(head, PART, 3, HEADS, c, DIM, REST, VECTOR)
     if inside is None:
         tiles = tl.load(first), tl.load(last)
     else:
         mask = inside[:, None]
         tiles = tl.load(first, mask=mask, other=0.0), tl.load(last, mask=mask, other=0.0)
     return tiles
-
-
-@triton.jit
-def _load_bias(bias, head, PART: tl.constexpr, HEADS: tl.constexpr, c: tl.constexpr, DIM: tl.constexpr):
-    """The A1 bias of one of q, k, v as a row [1, DIM] over the first entries of a head's vector."""
-    d = tl.arange(0, DIM)
-    return tl.load(bias + (PART * HEADS + head) * c + d, mask=d < c, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -149,18 +123,20 @@ def _attention_whole_head(
         inside = row < N
         q = _load(tokens, row, inside, head, 0, HEADS, c, DIM, REST, VECTOR)
         if bias is not None:
-            biased = q[0].to(tl.float32) + _load_bias(bias, head, 0, HEADS, c, DIM)
+            biased = q[0].to(tl.float32) + head_bias(bias, head, 0, HEADS, c, DIM)
             q = biased.to(q[0].dtype), q[1]
         total, sums = _attend(q, keys, values, exists, SCALE)
         first = sums[0] / total[:, None]
         rest = sums[1] / total[:, None]
         if bias is not None:
-            first += _load_bias(bias, head, 2, HEADS, c, DIM)
+            first += head_bias(bias, head, 2, HEADS, c, DIM)
         line = out + batch * N * C + row[:, None] * C
         dtype: tl.constexpr = out.dtype.element_ty
-        tl.store(line + _columns(head, 0, 1, HEADS, c, 0, DIM, VECTOR), first.to(dtype), mask=inside[:, None])
         tl.store(
-            line + _columns(head, 0, 1, HEADS, c, DIM, REST, VECTOR), rest.to(dtype), mask=inside[:, None]
+            line + head_columns(head, 0, 1, HEADS, c, 0, DIM, VECTOR), first.to(dtype), mask=inside[:, None]
+        )
+        tl.store(
+            line + head_columns(head, 0, 1, HEADS, c, DIM, REST, VECTOR), rest.to(dtype), mask=inside[:, None]
         )
 
 

@@ -35,17 +35,18 @@ class CropEncoder(nn.Module):
 
     def forward(self, crops: Sequence[Tensor], mask: Tensor | None = None) -> list[Tensor]:
         """The tokens of each batch of crops; mask [B, patches] hides patches of the first batch."""
-        return [self._tokens(images, None if number else mask) for number, images in enumerate(crops)]
-
-    def _tokens(self, images: Tensor, mask: Tensor | None) -> Tensor:
+        masks = [mask, *[None] * (len(crops) - 1)]
         if isinstance(self.vit, QuickVisionTransformer):
-            return self.vit.forward_features(images, mask)
-        x = self.vit.patch_embed(images)
+            return self.vit.forward_crops(crops, masks)
+        return [self._tokens(self.vit, images, hidden) for images, hidden in zip(crops, masks, strict=True)]
+
+    def _tokens(self, vit: VisionTransformer, images: Tensor, mask: Tensor | None) -> Tensor:
+        x = vit.patch_embed(images)
         if mask is not None:
             assert self.mask_token is not None
             x = torch.where(mask.view(*x.shape[:-1], 1), self.mask_token.to(x.dtype), x)
-        x = self.vit.norm_pre(self.vit.patch_drop(self.vit._pos_embed(x)))
-        tokens: Tensor = self.vit.norm(self.vit.blocks(x))
+        x = vit.norm_pre(vit.patch_drop(vit._pos_embed(x)))
+        tokens: Tensor = vit.norm(vit.blocks(x))
         return tokens
 
 
