@@ -35,6 +35,21 @@ def images(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    """A few images of two classes, one of them brighter."""
+    folder = tmp_path_factory.mktemp("labelled")
+    generator = np.random.default_rng(1)
+    for split, number in (("train", 11), ("val", 5)):
+        for label in range(2):
+            place = folder / split / f"class{label}"
+            place.mkdir(parents=True)
+            for i in range(number):
+                pixels = generator.integers(60 * label, 60 * label + 180, (16, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"{i}.png")
+    return str(folder)
+
+
 @pytest.fixture
 def config(images, tmp_path):
     def build(run=None, **changes):
@@ -267,9 +282,11 @@ def test_the_temperature_rises_and_stays(config):
 
 
 def assert_close_run(out, expected):
-    """Metrics and the whole state, and the same where nothing was sharded."""
+    """Metrics, k-NN and weights within 1e-10."""
     ours, theirs = tiny_runs.metrics(out), tiny_runs.metrics(expected)
-    assert len(ours) == len(theirs) == 10
+    # Ten updates; and k-NN before, in the middle and after.
+    assert len(ours) == len(theirs) == 13
+    assert sum("eval/1-NN/accuracy" in row for row in theirs) == 3
     # Over the images of a rank, and averaged over the ranks.
     local = {"feature_std"}
     for row, reference in zip(ours, theirs, strict=True):
@@ -283,18 +300,28 @@ def assert_close_run(out, expected):
 
 
 @pytest.fixture(scope="module")
-def alone(images, tmp_path_factory):
-    """Runs of one process in double precision, without stochastic depth, which every rank draws for itself."""
+def exact(images, labelled, tmp_path_factory):
+    """Double precision, without stochastic depth, which every rank draws for itself."""
+
+    def build(centering, run=None):
+        values = {"precision": "float64", "drop_path": 0.0, "labelled": labelled, "centering": centering}
+        out = tmp_path_factory.mktemp("runs") / "run"
+        return tiny_runs.views_config(images, out, {"evaluate_every": 5, **(run or {})}, **values)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def alone(exact):
+    """The folders of runs of one process."""
     done = {}
 
-    def run(**changes):
-        key = tuple(changes.items())
-        if key not in done:
-            out = tmp_path_factory.mktemp("runs") / "run"
-            values = {"precision": "float64", "drop_path": 0.0, **changes}
-            assert tiny_runs.run(tiny_runs.views_config(images, out, **values)) == 0
-            done[key] = out
-        return done[key]
+    def run(centering):
+        if centering not in done:
+            chosen = exact(centering)
+            assert tiny_runs.run(chosen) == 0
+            done[centering] = chosen.out
+        return done[centering]
 
     return run
 
@@ -304,15 +331,15 @@ def alone(images, tmp_path_factory):
     [
         ("softmax", {"parallel": "ddp"}),
         ("sinkhorn", {"parallel": "ddp"}),
-        pytest.param("softmax", {"parallel": "fsdp"}, marks=pytest.mark.slow),
+        ("softmax", {"parallel": "fsdp"}),
         ("sinkhorn", {"parallel": "fsdp"}),
     ],
     ids=["softmax-ddp", "sinkhorn-ddp", "softmax-fsdp", "sinkhorn-fsdp"],
 )
-def test_two_processes_compute_what_one_does(alone, config, centering, run):
-    chosen = config(run, precision="float64", drop_path=0.0, centering=centering)
+def test_two_processes_compute_what_one_does(alone, exact, centering, run):
+    chosen = exact(centering, run)
     tiny_runs.run_ranks(chosen, 2)
-    assert_close_run(chosen.out, alone(centering=centering))
+    assert_close_run(chosen.out, alone(centering))
 
 
 def test_the_two_processes_had_different_numbers_of_hidden_patches(config):
@@ -323,10 +350,10 @@ def test_the_two_processes_had_different_numbers_of_hidden_patches(config):
     assert any(one != two for one, two in counts)
 
 
-def test_several_passes_compute_what_one_does(alone, config):
-    chosen = config({"accumulate": 2}, precision="float64", drop_path=0.0, centering="softmax")
+def test_several_passes_compute_what_one_does(alone, exact):
+    chosen = exact("softmax", {"accumulate": 2})
     train(chosen)
-    assert_close_run(chosen.out, alone(centering="softmax"))
+    assert_close_run(chosen.out, alone("softmax"))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])

@@ -22,3 +22,5 @@ def follow(average: nn.Module, module: nn.Module, decay: float) -> None:
     torch._foreach_lerp_([local(p) for p in ours], [local(p) for p in theirs], 1 - decay)
     for own, other in zip(average.buffers(), module.buffers(), strict=True):
         own.copy_(other)
+    # Layers keep what they derive from a weight, and do not notice that its parts on the ranks were written to.
+    average.train(average.training)
