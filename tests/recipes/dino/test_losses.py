@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch.nn import functional
 
 from quickvit.recipes.dino.losses import CLOSEST, cross_entropy, dino_loss, ibot_loss, koleo_loss
 
@@ -112,17 +111,14 @@ def test_duplicates_and_zeros_leave_koleo_finite(dtype):
 def test_koleo_is_the_same_under_autocast():
     features = normal(6, 16).float()
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(koleo_loss(features), koleo_loss(features.clone()))
         found = koleo_loss(features)
     assert found == koleo_loss(features)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_short_logits_are_compared_in_float32(dtype):
-    student, targets = (
-        normal(4, 2, 512).to(dtype).requires_grad_(),
-        normal(4, 2, 512, seed=1).softmax(-1).float(),
-    )
+    student = normal(4, 2, 512).to(dtype).requires_grad_()
+    targets = normal(4, 2, 512, seed=1).softmax(-1).float()
     loss = dino_loss(student * 60, student[:, :0], targets)
     loss.backward()
     expected = dino_loss((student * 60).float(), student[:, :0].float(), targets)
@@ -130,4 +126,3 @@ def test_short_logits_are_compared_in_float32(dtype):
     assert loss.isfinite()
     assert student.grad.isfinite().all()
     torch.testing.assert_close(loss, expected)
-    assert functional.cross_entropy(student.float()[0] * 600, targets[0]).isfinite()

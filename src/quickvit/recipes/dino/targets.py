@@ -38,8 +38,7 @@ def sinkhorn(
     scores = wide(logits) / temperature
     if counted is None:
         counted = torch.ones(len(scores), dtype=torch.bool, device=scores.device)
-    valid = counted[:, None]
-    scores = scores.masked_fill(~valid, -torch.inf)
+    scores = scores.masked_fill(~counted[:, None], -torch.inf)
     lowest = torch.finfo(scores.dtype).min
     highest = scores.amax().clamp(min=lowest) if len(scores) else scores.new_full((), lowest)
     tiny = torch.finfo(scores.dtype).tiny
@@ -100,8 +99,8 @@ class Targets(nn.Module):
         dtype = self.usage.dtype
         chosen = torch.zeros_like(self.usage).scatter_(0, targets.argmax(-1), 1.0)
         hidden = (patches * counted[:, None]).sum(0, dtype=dtype)
-        counts = torch.stack([counted.new_ones(len(classes)).sum(), counted.sum()]).to(dtype)
-        seen = torch.cat([classes.sum(0, dtype=dtype), hidden, targets.sum(0, dtype=dtype), chosen, counts])
+        counts = [self.usage.new_full((1,), len(classes)), counted.sum(0, keepdim=True).to(dtype)]
+        seen = torch.cat([classes.sum(0, dtype=dtype), hidden, targets.sum(0, dtype=dtype), chosen, *counts])
         self._sums = seen if self._sums is None else self._sums + seen
 
     @torch.no_grad()
