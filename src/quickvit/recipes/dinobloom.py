@@ -13,14 +13,14 @@ from quickvit.data import EvalTransform, Source
 from quickvit.evaluate.classification import Splits, fit_hematology
 from quickvit.evaluate.extract import Features
 from quickvit.recipes.dino.progress import scores
-from quickvit.recipes.dino.targets import Centering
 from quickvit.recipes.dinov2 import IMAGENET, Dinov2, Dinov2Config, ViewsName, resolve
 from quickvit.recipes.run import carry_out
 from quickvit.train import Outcome, World
 
-# Quick ViTs: 4,000 updates on 8 GPUs of 40 GB, for which DinoBloom's configuration names 40 images of a ViT-L each;
-# its learning rate is for a batch of 1024.
-DEFAULTS: dict[str, Any] = {**IMAGENET, "steps": 4000, "batch_size": 320, "learning_rate": 2e-4}
+# Quick ViTs: 4,000 updates. DinoBloom: the rest.
+SPEED: dict[str, Any] = {"steps": 4000, "learning_rate": 2e-4, "momentum": 0.994, "centering": "sinkhorn"}
+# Quick ViTs used 8 GPUs of 40 GB, for which DinoBloom's configuration names 40 images of a ViT-L each.
+DEFAULTS: dict[str, Any] = {**IMAGENET, **SPEED, "batch_size": 320}
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,11 @@ class DinobloomConfig(Dinov2Config):
     """Factor of the learning rate from a layer to the one below (DinoBloom)."""
     final_weight_decay: float = 0.2
     """At the end of a cosine (DinoBloom)."""
-    momentum: float = 0.994
-    """Of the teacher, at the beginning (DinoBloom)."""
-    centering: Centering = "sinkhorn"
-    """sinkhorn (DinoBloom), softmax, or none, to see a collapse."""
 
     def defaults(self, width: int) -> dict[str, Any]:
-        """DinoBloom's values; those of the small preset where it is asked for, less its length and learning rate."""
-        chosen = super().defaults(width)
-        kept = ("steps", "learning_rate") if self.preset == "small" else tuple(DEFAULTS)
-        return {**chosen, **{name: DEFAULTS[name] for name in kept}}
+        """DinoBloom's values; with the small preset its sizes, and what decides how fast a checkpoint changes."""
+        kept = SPEED if self.preset == "small" else DEFAULTS
+        return {**super().defaults(width), **kept}
 
 
 def train(config: DinobloomConfig, command: str = "") -> Outcome:

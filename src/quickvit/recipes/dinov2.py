@@ -35,15 +35,14 @@ from quickvit.data import (
 from quickvit.evaluate.classification import KnnClassifier, Splits, open_splits
 from quickvit.evaluate.extract import Features
 from quickvit.evaluate.knn import TEMPERATURE
-from quickvit.models import QuickVisionTransformer, ViT
 from quickvit.recipes.config import as_plain, given, row
-from quickvit.recipes.dino.backbone import CropEncoder
+from quickvit.recipes.dino.backbone import CropEncoder, HiddenPatches
 from quickvit.recipes.dino.head import DinoHead
 from quickvit.recipes.dino.losses import dino_loss, ibot_loss, koleo_loss
 from quickvit.recipes.dino.progress import collect, scores
 from quickvit.recipes.dino.targets import Centering, Targets
 from quickvit.recipes.dino.watch import agreement, diagnose, feature_std, target_entropy
-from quickvit.recipes.model import ModelArguments, build, create, save_model, with_positions
+from quickvit.recipes.model import ModelArguments, build, create, patch_size, save_model, with_positions
 from quickvit.recipes.run import carry_out
 from quickvit.train import (
     Outcome,
@@ -78,7 +77,8 @@ VIEWS: dict[ViewsName, Callable[..., MultiCrop]] = {"dinov2": dinov2_views, "din
 NEIGHBOURS = (1, 20)
 
 # Quick ViTs: batches of 1024, 125,000 updates, base learning rate 4e-3, drop path 0.3, 65,536 prototypes, layer
-# scale 1e-5.
+# scale 1e-5, KoLeo 0.1. DINOv2: temperatures, centring, and momentum; of that Quick ViTs' table says 0.8, with which
+# the teacher would be the student of five updates ago, and the configuration that its authors released says 0.992.
 IMAGENET: dict[str, Any] = {
     "batch_size": 1024,
     "steps": 125_000,
@@ -86,14 +86,31 @@ IMAGENET: dict[str, Any] = {
     "drop_path": 0.3,
     "prototypes": 65536,
     "layer_scale": 1e-5,
+    "koleo_weight": 0.1,
+    "momentum": 0.992,
+    "first_teacher_temperature": 0.04,
+    "teacher_temperature": 0.07,
+    "centering": "softmax",
 }
-# For sets of thousands of images and models of a few million parameters. Nobody publishes such runs; these were
-# found to be stable.
-SMALL: dict[str, Any] = {"batch_size": 256, "steps": 10_000, "layer_scale": 1e-5}
+# For sets of thousands of images, and for models of a few million parameters. Nobody publishes such runs; these are
+# what learned and stayed stable in ours. With DINOv2's layer scale short runs spend their updates on waking up the
+# blocks, with its temperatures the targets of images that are much alike fade until they say nothing, and then its
+# KoLeo is all that is left to learn from.
+SMALL: dict[str, Any] = {
+    "batch_size": 256,
+    "steps": 10_000,
+    "learning_rate": 3e-3,
+    "layer_scale": 0.1,
+    "koleo_weight": 0.01,
+    "momentum": 0.95,
+    "first_teacher_temperature": 0.03,
+    "teacher_temperature": 0.03,
+    "centering": "sinkhorn",
+}
 SMALL_SIZES: dict[int, dict[str, Any]] = {
-    0: {"drop_path": 0.0, "prototypes": 2048, "learning_rate": 4e-3},
-    384: {"drop_path": 0.1, "prototypes": 4096, "learning_rate": 4e-3},
-    768: {"drop_path": 0.2, "prototypes": 8192, "learning_rate": 2e-3},
+    0: {"drop_path": 0.0, "prototypes": 1024},
+    384: {"drop_path": 0.1, "prototypes": 2048},
+    768: {"drop_path": 0.2, "prototypes": 4096},
 }
 
 
@@ -135,7 +152,7 @@ class Dinov2Config:
     lift: Literal["octic", "free"] | None = None
     """free for the paper's ablation without symmetry in the patch embedding (h8 and h2)."""
     layer_scale: float | None = None
-    """Initial layer scale: 1e-5 (Quick ViTs)."""
+    """Initial layer scale: 1e-5 (Quick ViTs), 0.1 with the small preset."""
     model_args: ModelArguments | None = None
     """Further arguments of the model, for example {"depth": 6}."""
     steps: int | None = None
@@ -143,7 +160,7 @@ class Dinov2Config:
     batch_size: int | None = None
     """Images per update of all GPUs together: 1024 (Quick ViTs), 256 with the small preset."""
     learning_rate: float | None = None
-    """For a batch of 1024, scaled by √(batch / 1024): 4e-3 (Quick ViTs)."""
+    """For a batch of 1024, scaled by √(batch / 1024): 4e-3 (Quick ViTs), 3e-3 with the small preset."""
     final_learning_rate: float = 1e-6
     """Where the cosine ends (DINOv2)."""
     warmup_steps: int | None = None
@@ -159,7 +176,7 @@ class Dinov2Config:
     clip: float | None = 3.0
     """Largest norm of the gradient, of the backbone and of the head each (Quick ViTs)."""
     drop_path: float | None = None
-    """Stochastic depth, the same in all blocks: 0.3 (Quick ViTs)."""
+    """Stochastic depth, the same in all blocks: 0.3 (Quick ViTs), 0 to 0.2 with the small preset."""
     prototypes: int | None = None
     """65,536 (Quick ViTs), fewer with the small preset; shared by class tokens and patches (DINOv2)."""
     head_layers: int = 3
@@ -170,25 +187,25 @@ class Dinov2Config:
     """Width of what is compared with the prototypes (DINOv2)."""
     frozen_steps: int | None = None
     """Updates in which the prototypes stay as they are: a hundredth of all (DINOv2: 1,250 of 125,000)."""
-    momentum: float = 0.992
-    """Of the teacher, at the beginning (DINOv2). Quick ViTs' table says 0.8, with which the teacher would be the
-    student of five updates ago; the configuration that was released with it says 0.992."""
+    momentum: float | None = None
+    """Of the teacher, at the beginning: 0.992 (DINOv2; Quick ViTs' table says 0.8), 0.95 with the small preset."""
     final_momentum: float = 1.0
     """At the end of a cosine (DINOv2)."""
-    teacher_temperature: float = 0.07
-    """Of the teacher's targets (DINOv2)."""
-    first_teacher_temperature: float = 0.04
-    """At the beginning (DINOv2)."""
+    teacher_temperature: float | None = None
+    """Of the teacher's targets: 0.07 (DINOv2), 0.03 with the small preset."""
+    first_teacher_temperature: float | None = None
+    """At the beginning: 0.04 (DINOv2), 0.03 with the small preset."""
     temperature_steps: int | None = None
     """Updates in which the temperature rises: 3 of 10 (DINOv2: 37,500 of 125,000)."""
-    centering: Centering = "softmax"
-    """softmax with a moving centre (DINOv2's default), sinkhorn (its larger models), or none, to see a collapse."""
+    centering: Centering | None = None
+    """softmax with a moving centre (DINOv2), sinkhorn (its larger models, and the small preset), or none, to see a
+    collapse."""
     dino_weight: float = 1.0
     """Of the loss of class tokens (DINOv2)."""
     ibot_weight: float = 1.0
     """Of the loss of hidden patches (DINOv2)."""
-    koleo_weight: float = 0.1
-    """Of KoLeo, for each global view (Quick ViTs)."""
+    koleo_weight: float | None = None
+    """Of KoLeo, for each global view: 0.1 (Quick ViTs), 0.01 with the small preset."""
     mask_probability: float = 0.5
     """Share of the global views that have hidden patches (Quick ViTs)."""
     mask_ratio: tuple[float, float] = (0.1, 0.5)
@@ -290,15 +307,17 @@ class Dinov2(Recipe):
             "student_head": head,
             "teacher": averaged_copy(student),
             "teacher_head": averaged_copy(head),
-            "targets": Targets(prototypes, config.centering, self.dtype),
+            "targets": Targets(prototypes, given(config.centering), self.dtype),
         }
         side = config.img_size // patch_size(vit)
         self.masking = BlockMasking(
             (side, side), config.mask_probability, config.mask_ratio, given(config.group)
         )
-        self._momentum = cosine(config.momentum, config.final_momentum, self.total_steps)
+        self._momentum = cosine(given(config.momentum), config.final_momentum, self.total_steps)
         self._temperature = _risen(
-            config.first_teacher_temperature, config.teacher_temperature, given(config.temperature_steps)
+            given(config.first_teacher_temperature),
+            given(config.teacher_temperature),
+            given(config.temperature_steps),
         )
         self._step = -1
         self._watched: dict[str, Tensor] = {}
@@ -335,10 +354,8 @@ class Dinov2(Recipe):
         groups += parameter_groups(head, lr, decay, rates=frozen)
         if student.mask_token is not None:
             # It belongs to the layer of the patch embedding, as a Quick ViT's does.
-            lowest = config.layer_decay ** (len(student.vit.blocks) + 1)
-            groups += parameter_groups(
-                nn.ParameterList([student.mask_token]), lambda step: lowest * lr(step), 0.0
-            )
+            lowest = scaled(lr, config.layer_decay ** (len(student.vit.blocks) + 1))
+            groups += parameter_groups(nn.ParameterList([student.mask_token]), lowest, 0.0)
         return build_optimizer("adamw", groups)
 
     def after_step(self, step: int) -> None:
@@ -352,7 +369,7 @@ class Dinov2(Recipe):
     def _look_for_collapse(self, done: int) -> None:
         """Raise the alarm once for each kind of trouble; before the warm-up is over, all features are much alike."""
         numbers = {name: value.item() for name, value in self._watched.items()}
-        trouble, before = diagnose(numbers, self.config.centering), self._trouble
+        trouble, before = diagnose(numbers, given(self.config.centering)), self._trouble
         self._trouble = trouble
         if trouble != before and self.world.main:
             logger.warning(
@@ -429,7 +446,9 @@ class Dinov2(Recipe):
         ibot = ibot_loss(logits[1], patch_targets, hidden.weights, len(masks))
         # Neighbours are those of the same view of the images of a group, never another view of the same image.
         koleo = koleo_loss(classes.unflatten(0, (-1, self.masking.group, views)).transpose(1, 2))
-        loss = config.dino_weight * dino + config.ibot_weight * ibot + config.koleo_weight * views * koleo
+        loss = (
+            config.dino_weight * dino + config.ibot_weight * ibot + given(config.koleo_weight) * views * koleo
+        )
         self._watched = {
             "feature_std": feature_std(teacher_classes),
             "target_entropy": target_entropy(class_targets),
@@ -517,34 +536,7 @@ class Dinov2(Recipe):
             return None
 
 
-class HiddenPatches:
-    """Which patches of masks [V, patches] are hidden, as `most` rows whatever their number is, so that shapes stay.
-
-    rows [most]: places among all patches, hidden ones first. counted [most]: whether a row is hidden; the others
-    only fill up. weights [most]: 1 / (hidden patches of the same view), 0 for the others.
-    """
-
-    def __init__(self, masks: Tensor, most: int, dtype: torch.dtype = torch.float32) -> None:
-        flat = masks.flatten()
-        self.rows = flat.to(torch.uint8).argsort(descending=True, stable=True)[:most]
-        self.counted = flat[self.rows]
-        each = masks.sum(-1).clamp(min=1)
-        self.weights = self.counted.to(dtype) / each[self.rows // masks.shape[1]]
-
-    def of(self, tokens: Tensor) -> Tensor:
-        """The rows of tokens [V, 1 + patches, C] → [most, C]."""
-        return tokens[:, 1:].flatten(0, 1)[self.rows]
-
-
 # ---------------------------------------------------------------------- parts
-
-
-def patch_size(model: ViT) -> int:
-    """Side of a model's patches."""
-    if isinstance(model, QuickVisionTransformer):
-        return model.patch_size
-    side: int = model.patch_embed.patch_size[0]
-    return side
 
 
 def _open(data: dict[str, float] | str, keep: bool) -> Source:

@@ -146,3 +146,11 @@ def save_model(model: nn.Module, path: Path, world: World) -> None:
     else:
         assert isinstance(model, VisionTransformer)
         save_weights(state, path, standard_config(model))
+
+
+def patch_size(model: ViT) -> int:
+    """Side of a model's patches."""
+    if isinstance(model, QuickVisionTransformer):
+        return model.patch_size
+    side: int = model.patch_embed.patch_size[0]
+    return side

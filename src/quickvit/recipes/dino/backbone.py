@@ -1,4 +1,4 @@
-"""A backbone that takes crops of several sizes, with patches hidden."""
+"""A backbone that takes crops of several sizes, with patches hidden, and the tokens of those."""
 
 from __future__ import annotations
 
@@ -48,3 +48,22 @@ class CropEncoder(nn.Module):
         x = vit.norm_pre(vit.patch_drop(vit._pos_embed(x)))
         tokens: Tensor = vit.norm(vit.blocks(x))
         return tokens
+
+
+class HiddenPatches:
+    """Which patches of masks [V, patches] are hidden, as `most` rows whatever their number is, so that shapes stay.
+
+    rows [most]: places among all patches, hidden ones first. counted [most]: whether a row is hidden; the others
+    only fill up. weights [most]: 1 / (hidden patches of the same view), 0 for the others.
+    """
+
+    def __init__(self, masks: Tensor, most: int, dtype: torch.dtype = torch.float32) -> None:
+        flat = masks.flatten()
+        self.rows = flat.to(torch.uint8).argsort(descending=True, stable=True)[:most]
+        self.counted = flat[self.rows]
+        each = masks.sum(-1).clamp(min=1)
+        self.weights = self.counted.to(dtype) / each[self.rows // masks.shape[1]]
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """The rows of tokens [V, 1 + patches, C] → [most, C]."""
+        return tokens[:, 1:].flatten(0, 1)[self.rows]
