@@ -1,5 +1,7 @@
 """DeiT III: the paper's values, the loss, models and their ablations, fine-tuning, what is exported."""
 
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from timm.layers import DropPath
 from timm.loss import BinaryCrossEntropy
 
 from quickvit import CheckpointError, load_checkpoint
-from quickvit.data import Mixing
+from quickvit.data import Mixing, TooManyUnreadable
 from quickvit.data.preprocessing import preprocessing
 from quickvit.recipes import Deit3, Deit3Config
 from quickvit.recipes.deit3 import bce_loss, build_model, resolve, train
@@ -315,3 +317,28 @@ def test_fine_tuning_another_model(config, tmp_path):
     other = replace(config, finetune=start, model="quickvit_h8_tiny_patch16_224")
     with pytest.raises(CheckpointError, match=r"does not fit the model: unexpected invariant\.proj"):
         build_model(resolve(other, CPU))
+
+
+# ---------------------------------------------------------------------- data
+
+
+def test_images_in_memory_train_the_same_weights(config, tmp_path):
+    train(config)
+    train(replace(config, out=tmp_path / "cached", cache=True))
+    read, kept = (
+        load_checkpoint(tmp_path / run / "model.safetensors").state_dict() for run in ("run", "cached")
+    )
+    for name, tensor in read.items():
+        assert torch.equal(tensor, kept[name]), name
+
+
+def test_more_unreadable_images_than_allowed_stop_a_run(config, images, tmp_path):
+    copy = tmp_path / "images"
+    shutil.copytree(images, copy)
+    broken = copy / "train" / "0" / "1.png"
+    broken.write_bytes(b"no image")
+    # Without repetition an epoch meets every image.
+    config = replace(config, data=str(copy), repeats=1)
+    with pytest.raises(TooManyUnreadable, match=re.escape(str(broken))):
+        train(replace(config, max_unreadable=0))
+    assert train(replace(config, out=tmp_path / "tolerant", max_unreadable=1)).steps == 6

@@ -21,11 +21,13 @@ from quickvit.data import (
     Batch,
     Mixing,
     TrainLoader,
+    cache,
     declare_preprocessing,
     deit3_transform,
     eval_transform,
     open_source,
 )
+from quickvit.data.loader import MAX_UNREADABLE
 from quickvit.evaluate.accuracy import measure_accuracy
 from quickvit.models import ViT
 from quickvit.recipes.config import as_plain, given, row
@@ -160,12 +162,16 @@ class Deit3Config:
     """Updates per epoch; as many as the data has whole batches by default."""
     seed: int = 0
     """Of weights, order, augmentation and stochastic depth."""
+    max_unreadable: float = MAX_UNREADABLE
+    """Images that may be unreadable before the run stops: a number, or below 1 a fraction of all."""
+    cache: bool = False
+    """Keep the decoded training images in memory, for sets of small images."""
     run: RunConfig = field(default_factory=RunConfig)
     """How the run is carried out; may change from one start to the next."""
 
 
 # Fields that say where things are or how they are done, not what is computed.
-_PLACES = ("data", "out", "finetune", "run")
+_PLACES = ("data", "out", "finetune", "max_unreadable", "cache", "run")
 
 
 def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
@@ -249,8 +255,9 @@ class Deit3(Recipe):
     def batches(self, start: int, world: World) -> Iterator[Batch]:
         """Augmented and mixed images with their mixed targets."""
         config = self.config
+        source = _open_source(config.data, "train")
         loader = TrainLoader(
-            _open_source(config.data, "train"),
+            cache(source) if config.cache else source,
             deit3_transform(
                 config.img_size, color_jitter=config.color_jitter, three_augment=config.three_augment
             ),
@@ -268,6 +275,7 @@ class Deit3(Recipe):
             rank=world.rank,
             world_size=world.size,
             workers=config.run.workers,
+            max_unreadable=config.max_unreadable,
             device=world.device,
         )
         return loader.batches(start, self.total_steps)
