@@ -119,12 +119,10 @@ def test_bfloat16_features_are_near_those_in_float32(tmp_path):
     }
     model = randomize(QuickVisionTransformer(family="h8", **options))
     source, how = open_source("digits", "val"), Extraction(tmp_path)
-    found = [
-        extract(
-            Backbone(model, "h8", device="cuda", dtype=dtype), source, Backbone(model, "h8").transform(), how
-        )
-        for dtype in (torch.float32, torch.bfloat16)
+    backbones = [
+        Backbone(model, "h8", device="cuda", dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
     ]
+    found = [extract(backbone, source, backbone.transform(), how) for backbone in backbones]
     exact, short = (features.vector.double() for features in found)
     assert found[1].vector.dtype == torch.bfloat16
     assert (short - exact).square().mean() < 0.01 * (exact - exact.mean(0)).square().mean()

@@ -10,7 +10,11 @@ import torch
 from quickvit.recipes.deit3 import Deit3, resolve
 from quickvit.train import Trainer, World
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # The compiler and the profiler warn about themselves.
+    pytest.mark.filterwarnings("default"),
+]
 DEVICE = torch.device("cuda", 0)
 
 
