@@ -118,7 +118,14 @@ class Job:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.command = [
             *("train", setting.recipe, f"--model={setting.model(run.family)}", f"--data={arguments.data}"),
-            *(f"--out={self.folder}", f"--seed={run.seed}", *setting.options, *run.options, "--cache=true"),
+            *(
+                f"--out={self.folder}",
+                f"--seed={run.seed}",
+                *setting.options,
+                *run.options,
+                "--cache=true",
+                "--colors=device",
+            ),
             *(f"--run.workers={arguments.workers}", f"--run.compile={arguments.compile}", *arguments.extra),
         ]
         self.testing = False
@@ -208,7 +215,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--families", nargs="+", help="only these")
     parser.add_argument("--jobs", type=int, default=5, help="runs at a time")
-    parser.add_argument("--workers", type=int, default=2, help="of each run")
+    parser.add_argument("--workers", type=int, default=3, help="of each run")
     parser.add_argument("--compile", default="reduce-overhead" if torch.cuda.is_available() else "none")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="then save, stop, and go on next time"
