@@ -52,7 +52,7 @@ SETTINGS = {
         "tiny",
         12,
         (
-            *("--img-size=32", "--patch-size=4", "--batch-size=512", "--epochs=40", "--learning-rate=3e-3"),
+            *("--img-size=32", "--patch-size=4", "--batch-size=512", "--epochs=30", "--learning-rate=3e-3"),
             *("--repeats=1", "--run.evaluate-every=485", "--run.save-every=970"),
         ),
         "accuracy",
@@ -62,7 +62,7 @@ SETTINGS = {
         "tiny",
         12,
         (
-            *("--img-size=96", "--patch-size=8", "--batch-size=256", "--epochs=40", "--learning-rate=3e-3"),
+            *("--img-size=96", "--patch-size=8", "--batch-size=256", "--epochs=30", "--learning-rate=3e-3"),
             *("--repeats=1", "--run.evaluate-every=230", "--run.save-every=460"),
         ),
         "accuracy",
