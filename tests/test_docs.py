@@ -1,28 +1,125 @@
-"""The pages in docs/ say what runs."""
+"""The pages say what runs."""
 
 import json
 import re
 import shlex
 from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
 
 import pytest
 
 from quickvit import QuickVisionTransformer, save_checkpoint
-from quickvit.cli import main
+from quickvit.cli import main, parse
 from quickvit.testing import randomize
 
-PAGES = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
+ROOT = Path(__file__).parent.parent
+PAGES = [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+# A block with this title, which the site shows above it, is not run, and the rest of the title says why.
+EXCEPTION = "Not run in the tests: "
+# Programs besides quickvit that a block of commands may call. They are not looked at.
+OTHERS = ("make", "pip", ".venv/bin/pre-commit", "awk")
 
 
-def blocks(page, language):
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+class Block(NamedTuple):
+    """A fenced block: its language, why it is not run, the line it begins in, and its code."""
+
+    language: str
+    exception: str
+    line: int
+    code: str
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def blocks(page):
+    """All blocks of a page."""
+    text = page.read_text()
+    for match in re.finditer(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", text, re.MULTILINE):
+        language, _, title = match[2].partition(" title=")
+        exception = title.strip('"')
+        if exception and not exception.startswith(EXCEPTION):
+            raise ValueError(f"{page.name}: a title must begin with {EXCEPTION!r}, got {exception!r}")
+        if language not in ("python", "sh", "text"):
+            raise ValueError(f"{page.name}: a block of {language!r}; expected python, sh or text")
+        yield Block(language, exception, text.count("\n", 0, match.start()) + 1, dedent(match[3]))
+
+
+def run(page):
+    """Run the Python of a page from top to bottom, as one program."""
+    namespace = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.language == "python" and not block.exception:
+            # Errors name the line of the page.
+            exec(compile("\n" * block.line + block.code, str(page), "exec"), namespace)
+
+
+def commands(page):
+    """The command lines of a page."""
+    for block in blocks(page):
+        if block.language == "sh" and not block.exception:
+            for line in block.code.replace("\\\n", " ").splitlines():
+                if words := shlex.split(line, comments=True):
+                    yield words
+
+
+def check(words):
+    """Let the parser of quickvit read a command line."""
+    if words[0] == "torchrun":
+        words = words[words.index("-m") + 1 :]
+    if words[0] == "quickvit":
+        parse(words[1:])
+    else:
+        assert words[0] in OTHERS, f"unknown program {words[0]}"
+
+
+def named(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_python_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for code in blocks(page, "python"):
-        exec(compile(code, str(page), "exec"), {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_are_understood(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text("model: quickvit_h8_tiny_patch16_224\ndata: digits\nout: run\n")
+    for words in commands(page):
+        check(words)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("```python\nassert 1 == 2\n```\n", AssertionError),
+        ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n", AssertionError),
+        ("1. In a list:\n\n    ```python\n    1 / 0\n    ```\n", ZeroDivisionError),
+        ("```python\nimport quickvit.nothing\n```\n", ImportError),
+        ("```pycon\n>>> 1\n```\n", ValueError),
+        ("```\nno language\n```\n", ValueError),
+        ('```python title="Later"\n1\n```\n', ValueError),
+        ("```sh\nquickvit fly\n```\n", SystemExit),
+        ("```sh\nquickvit eval knn m.safetensors --dta digits\n```\n", SystemExit),
+        ("```sh\ntorchrun -m quickvit train deit3 --model m --data d --out o --epoks 3\n```\n", SystemExit),
+        ("```sh\nrm -r run\n```\n", AssertionError),
+    ],
+)
+def test_a_broken_block_is_caught(text, error, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    with pytest.raises(error):
+        run(page)
+        for words in commands(page):
+            check(words)
+
+
+def test_an_exception_says_why(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f'```python title="{EXCEPTION}needs two GPUs"\n1 / 0\n```\n')
+    run(page)
+    assert [block.exception for block in blocks(page)] == [f"{EXCEPTION}needs two GPUs"]
 
 
 def test_the_commands_of_the_data_page_run(tmp_path, monkeypatch, capsys):
@@ -36,22 +133,18 @@ def test_the_commands_of_the_data_page_run(tmp_path, monkeypatch, capsys):
     }
     save_checkpoint(randomize(QuickVisionTransformer(**options)), tmp_path / "model.safetensors")
     monkeypatch.chdir(tmp_path)
-    (page,) = (page for page in PAGES if page.stem == "data")
-    commands = [line for code in blocks(page, "sh") for line in code.splitlines()]
-    assert len(commands) >= 3
-    for command in commands:
-        program, *arguments = shlex.split(command)
-        assert program == "quickvit"
-        assert main(arguments) == 0, capsys.readouterr().err
+    lines = [words for words in commands(ROOT / "docs/data.md") if words[0] == "quickvit"]
+    assert len(lines) >= 3
+    for line in lines:
+        assert main(line[1:]) == 0, capsys.readouterr().err
 
 
 def measured(name):
-    return json.loads((PAGES[0].parent.parent / "benchmarks" / f"{name}.json").read_text())
+    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
 
 
 def test_the_performance_page_says_what_was_measured():
-    (page,) = (page for page in PAGES if page.stem == "performance")
-    text = page.read_text()
+    text = (ROOT / "docs/performance.md").read_text()
     model, operators = measured("h200_model"), measured("h200_operators")
     for record in (model, operators):
         assert re.sub(r" --out \S+", "", record["command"]) in text
