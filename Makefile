@@ -1,4 +1,4 @@
-# make demo: train three small models on digits and compare them. make test: lint, types, docs and tests.
+# make demo: train three small models on digits and compare them. make test: lint, types and tests.
 # make docs: the site, in site/index.html.
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/quickvit demo --out demo
 
-test: lint types docs tests
+test: lint types tests
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -2,12 +2,14 @@
 
 import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 from textwrap import dedent
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from quickvit import QuickVisionTransformer, save_checkpoint
 from quickvit.cli import main, parse
@@ -61,14 +63,24 @@ def commands(page):
                     yield words
 
 
-def check(words):
-    """Let the parser of quickvit read a command line."""
-    if words[0] == "torchrun":
-        words = words[words.index("-m") + 1 :]
-    if words[0] == "quickvit":
-        parse(words[1:])
-    else:
-        assert words[0] in OTHERS, f"unknown program {words[0]}"
+def understand(page):
+    """Let the parser of quickvit read the command lines of a page."""
+    for words in commands(page):
+        if words[0] == "torchrun":
+            words = words[words.index("-m") + 1 :]
+        if words[0] == "quickvit":
+            parse(words[1:])
+        else:
+            assert words[0] in OTHERS, f"{page.name}: unknown program {words[0]}"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """An empty folder and cache to work in, and PyTorch's default precision afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 def named(page):
@@ -76,18 +88,14 @@ def named(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_python_runs(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_python_runs(page):
     run(page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_commands_are_understood(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_commands_are_understood(page):
     Path("recipe.yaml").write_text("model: quickvit_h8_tiny_patch16_224\ndata: digits\nout: run\n")
-    for words in commands(page):
-        check(words)
+    understand(page)
 
 
 @pytest.mark.parametrize(
@@ -106,23 +114,26 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
         ("```sh\nrm -r run\n```\n", AssertionError),
     ],
 )
-def test_a_broken_block_is_caught(text, error, tmp_path):
-    page = tmp_path / "page.md"
+def test_a_broken_block_is_caught(text, error):
+    page = Path("page.md")
     page.write_text(text)
-    with pytest.raises(error):
+
+    def look():
         run(page)
-        for words in commands(page):
-            check(words)
+        understand(page)
+
+    with pytest.raises(error):
+        look()
 
 
-def test_an_exception_says_why(tmp_path):
-    page = tmp_path / "page.md"
+def test_an_exception_says_why():
+    page = Path("page.md")
     page.write_text(f'```python title="{EXCEPTION}needs two GPUs"\n1 / 0\n```\n')
     run(page)
     assert [block.exception for block in blocks(page)] == [f"{EXCEPTION}needs two GPUs"]
 
 
-def test_the_commands_of_the_data_page_run(tmp_path, monkeypatch, capsys):
+def test_the_commands_of_the_data_page_run(capsys):
     options = {
         "img_size": 32,
         "patch_size": 8,
@@ -131,8 +142,7 @@ def test_the_commands_of_the_data_page_run(tmp_path, monkeypatch, capsys):
         "num_heads": 2,
         "num_classes": 10,
     }
-    save_checkpoint(randomize(QuickVisionTransformer(**options)), tmp_path / "model.safetensors")
-    monkeypatch.chdir(tmp_path)
+    save_checkpoint(randomize(QuickVisionTransformer(**options)), "model.safetensors")
     lines = [words for words in commands(ROOT / "docs/data.md") if words[0] == "quickvit"]
     assert len(lines) >= 3
     for line in lines:
@@ -158,3 +168,11 @@ def test_the_performance_page_says_what_was_measured():
             pair = octic[case], octic[f"ViT-Huge/14 {operator}"]
             cells = (f"{1e3 * r['ms']:.0f} | {1e3 * r['floor_ms']:.0f} | {r['over_floor']:.2f}" for r in pair)
             assert f"| {operator} | {' | '.join(cells)} |" in text
+
+
+def test_the_figures_are_what_the_code_draws():
+    drawn = Path("figures")
+    drawn.mkdir()
+    runpy.run_path(str(ROOT / "docs/figures.py"))["main"](drawn)
+    committed = {file.name: file.read_text() for file in (ROOT / "docs/figures").iterdir()}
+    assert {file.name: file.read_text() for file in drawn.iterdir()} == committed

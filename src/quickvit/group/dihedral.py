@@ -151,4 +151,6 @@ def _irreps(rotations: int) -> tuple[Irrep, ...]:
 
 
 D2 = DihedralGroup(2)
+"""The mirror group, of two elements."""
 D8 = DihedralGroup(8)
+"""The octic group: the rotations and mirrorings of a square."""
