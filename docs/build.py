@@ -17,7 +17,9 @@ def on_page_content(content: str, **_: Any) -> str:
     """Formulas as MathML, which browsers draw by themselves."""
 
     def draw(match: re.Match[str]) -> str:
-        return convert(html.unescape(match[2]), display="inline" if match[1] == "span" else "block")
+        kind = match[1]
+        formula = convert(html.unescape(match[2]), display="inline" if kind == "span" else "block")
+        return f'<{kind} class="formula">{formula}</{kind}>'
 
     return FORMULA.sub(draw, content)
 
