@@ -9,19 +9,21 @@ from latex2mathml.converter import convert
 
 # What pymdownx.arithmatex leaves for a script in the browser to find.
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
-# A line of a docstring that explains arguments or fields.
-EXPLAINED = re.compile(r"^(\w+(?:, \w+)*): ", re.MULTILINE)
+# Code in a table, where a | has a backslash that Markdown should have taken away, as GitHub does.
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+# A line of a docstring, not its first, that explains arguments or fields.
+EXPLAINED = re.compile(r"(?<=\n)([a-z_]\w*(?:, [a-z_]\w*)*): ")
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Formulas as MathML, which browsers draw by themselves."""
+    """Formulas as MathML, which browsers draw by themselves; no backslashes in tables."""
 
     def draw(match: re.Match[str]) -> str:
         kind = match[1]
         formula = convert(html.unescape(match[2]), display="inline" if kind == "span" else "block")
         return f'<{kind} class="formula">{formula}</{kind}>'
 
-    return FORMULA.sub(draw, content)
+    return CELL.sub(lambda cell: cell[0].replace(r"\|", "|"), FORMULA.sub(draw, content))
 
 
 class ExplainedNames(griffe.Extension):
@@ -30,4 +32,6 @@ class ExplainedNames(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for everything that has a docstring."""
         if obj.docstring:
-            obj.docstring.value = EXPLAINED.sub(r"- `\1`: ", obj.docstring.value)
+            # A * is a wildcard in file names.
+            text = obj.docstring.value.replace("/*.", r"/\*.")
+            obj.docstring.value = EXPLAINED.sub(r"- `\1`: ", text)
