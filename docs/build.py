@@ -32,6 +32,4 @@ class ExplainedNames(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for everything that has a docstring."""
         if obj.docstring:
-            # A * is a wildcard in file names.
-            text = obj.docstring.value.replace("/*.", r"/\*.")
-            obj.docstring.value = EXPLAINED.sub(r"- `\1`: ", text)
+            obj.docstring.value = EXPLAINED.sub(r"- `\1`: ", obj.docstring.value)
