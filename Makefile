@@ -19,7 +19,7 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# The notice is an advertisement for the successor of the theme.
+# Without the notice about the successor of the theme.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 

@@ -17,8 +17,8 @@ from quickvit.testing import randomize
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-# A block with this title, which the site shows above it, is not run, and the rest of the title says why.
-EXCEPTION = "Not run in the tests: "
+# What stands behind the backticks. A block with a title, which the site shows above it, is not run.
+OPENING = re.compile(r'(python|sh|text)(?: title="Not run in the tests: (.+)")?')
 # Programs besides quickvit that a block of commands may call. They are not looked at.
 OTHERS = ("make", "pip", ".venv/bin/pre-commit", "awk")
 
@@ -27,7 +27,7 @@ class Block(NamedTuple):
     """A fenced block: its language, why it is not run, the line it begins in, and its code."""
 
     language: str
-    exception: str
+    exception: str | None
     line: int
     code: str
 
@@ -35,14 +35,14 @@ class Block(NamedTuple):
 def blocks(page):
     """All blocks of a page."""
     text = page.read_text()
-    for match in re.finditer(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", text, re.MULTILINE):
-        language, _, title = match[2].partition(" title=")
-        exception = title.strip('"')
-        if exception and not exception.startswith(EXCEPTION):
-            raise ValueError(f"{page.name}: a title must begin with {EXCEPTION!r}, got {exception!r}")
-        if language not in ("python", "sh", "text"):
-            raise ValueError(f"{page.name}: a block of {language!r}; expected python, sh or text")
-        yield Block(language, exception, text.count("\n", 0, match.start()) + 1, dedent(match[3]))
+    found = list(re.finditer(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", text, re.MULTILINE))
+    if len(re.findall(r"^ *(?:```|~~~)", text, re.MULTILINE)) != 2 * len(found):
+        raise ValueError(f"{page.name}: a block that is not closed, or not by ```")
+    for match in found:
+        opening = OPENING.fullmatch(match[2])
+        if opening is None:
+            raise ValueError(f"{page.name}: a block begins with {match[2]!r}, expected {OPENING.pattern}")
+        yield Block(opening[1], opening[2], text.count("\n", 0, match.start()) + 1, dedent(match[3]))
 
 
 def run(page):
@@ -108,6 +108,9 @@ def test_commands_are_understood(page):
         ("```pycon\n>>> 1\n```\n", ValueError),
         ("```\nno language\n```\n", ValueError),
         ('```python title="Later"\n1\n```\n', ValueError),
+        ('```python title="Not run in the tests: "\n1\n```\n', ValueError),
+        ("```python\n1 / 0\n", ValueError),
+        ("~~~python\n1 / 0\n~~~\n", ValueError),
         ("```sh\nquickvit fly\n```\n", SystemExit),
         ("```sh\nquickvit eval knn m.safetensors --dta digits\n```\n", SystemExit),
         ("```sh\ntorchrun -m quickvit train deit3 --model m --data d --out o --epoks 3\n```\n", SystemExit),
@@ -128,9 +131,9 @@ def test_a_broken_block_is_caught(text, error):
 
 def test_an_exception_says_why():
     page = Path("page.md")
-    page.write_text(f'```python title="{EXCEPTION}needs two GPUs"\n1 / 0\n```\n')
+    page.write_text('```python title="Not run in the tests: needs two GPUs"\n1 / 0\n```\n')
     run(page)
-    assert [block.exception for block in blocks(page)] == [f"{EXCEPTION}needs two GPUs"]
+    assert [block.exception for block in blocks(page)] == ["needs two GPUs"]
 
 
 def test_the_commands_of_the_data_page_run(capsys):
