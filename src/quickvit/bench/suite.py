@@ -155,6 +155,7 @@ BENCHMARKS = {
     "ops": Benchmark(_operators, LAYER, compiles=False),
     "flops": Benchmark(_flops, ("case", "name", "gflops", "ratio"), ceilings=False, compiles=False),
 }
+"""The benchmarks by their names, as in `quickvit bench NAME`."""
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from quickvit.data.colors import (
 from quickvit.models.checkpoints import CROP_MODES, INTERPOLATIONS
 
 Color = tuple[float, float, float]
-# An image and a seed → what a model sees of it.
 Transform = Callable[[Image.Image, int], Tensor]
+"""An image and a seed → what a model sees of it."""
 
 
 @runtime_checkable

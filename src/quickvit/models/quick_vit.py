@@ -53,6 +53,7 @@ FAMILIES: dict[str, Family] = {
     "h8": Family(D8, invariant=False, full_depth=False, summary="equivariance broken after the octic blocks"),
     "h2": Family(D2, invariant=False, full_depth=False, summary="mirror equivariance, broken half-way"),
 }
+"""The families by their names."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Deit3Config:
     model: str
     """Name of a Quick ViT, of a baseline (baseline_large_patch16_224) or of a ViT of timm."""
     data: str
-    """A folder with train/CLASS/*.jpg and val/CLASS/*.jpg, digits, or another source of quickvit.data."""
+    """A folder with `train/CLASS/*.jpg` and `val/CLASS/*.jpg`, digits, or another source of quickvit.data."""
     out: Path
     """The run folder. A run that is there already is resumed."""
     finetune: Path | None = None
