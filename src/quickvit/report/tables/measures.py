@@ -1,0 +1,51 @@
+"""What is taken of the runs of a study, and how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quickvit.report.results import QUARTER, SLANTED, Metric, Run
+from quickvit.report.sample import Sample
+from quickvit.report.table import NOT_RUN
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A column of a study: what to take of each run, and how to write it."""
+
+    title: str
+    metric: Metric
+    digits: int = 1
+    sign: bool = False
+    scale: float = 1.0
+
+    def cell(self, runs: Iterable[Run]) -> str:
+        """Mean and spread over the seeds."""
+        sample = Sample.of(None if (v := self.metric(run)) is None else self.scale * v for run in runs)
+        return NOT_RUN if sample is None else sample.text(self.digits, self.sign)
+
+
+def top1(run: Run) -> float | None:
+    """Accuracy on upright images."""
+    return run.score("top1")
+
+
+def turned(run: Run) -> float | None:
+    """Change of the accuracy on images turned by random multiples of 90°."""
+    return run.change("top1", QUARTER)
+
+
+def tilted(run: Run) -> float | None:
+    """Change of the accuracy on images turned by 45°."""
+    return run.change("top1", SLANTED)
+
+
+GMACS = Measure("GMACs", lambda run: run.gmacs, 3)
+PARAMETERS = Measure("parameters (M)", lambda run: run.parameters, 2, scale=1e-6)
+RATE = Measure("images/s in training", lambda run: run.images_per_s, 0)
+MEMORY = Measure("MiB in training", lambda run: run.memory_mib, 0)
+TOP1 = Measure("top-1 (%)", top1, 2)
+TOP5 = Measure("top-5 (%)", lambda run: run.score("top5"), 2)
+TURNED = Measure("turned by 90°s", turned, 2, sign=True)
+TILTED = Measure("turned by 45°", tilted, 2, sign=True)

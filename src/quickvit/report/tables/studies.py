@@ -1,0 +1,215 @@
+"""Tables of the training studies: mean and spread over seeds beside the paper."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from quickvit.layers import INVARIANTS
+from quickvit.models import SIZES
+from quickvit.report import paper
+from quickvit.report.paper import Numbers
+from quickvit.report.results import Results
+from quickvit.report.sample import number
+from quickvit.report.table import HERE, NOTHING, PAPER, Column, Table, unique
+from quickvit.report.tables.beside import family_name, quotation
+from quickvit.report.tables.measures import (
+    GMACS,
+    MEMORY,
+    PARAMETERS,
+    RATE,
+    TILTED,
+    TOP1,
+    TOP5,
+    TURNED,
+    Measure,
+)
+
+FAMILIES = ("vit", "h2", "h8", "i8", "d8")
+# The size and depth of the study's models.
+SIZE = "tiny"
+
+
+@dataclass(frozen=True)
+class Study:
+    """A table of a study: its rows, its columns, and what the paper says of each row.
+
+    names: of the rows that are expected; others that were run follow them.
+    """
+
+    id: str
+    title: str
+    study: str
+    names: Sequence[str]
+    measures: tuple[Measure, ...]
+    quoted: dict[str, Numbers] = field(default_factory=dict)
+    # Columns of the paper: the name of a number, its title, its decimals, whether it has a sign.
+    columns: tuple[tuple[str, str, int, bool], ...] = ()
+    quotes: str = ""
+    note: str = ""
+    label: Callable[[str], str] = str
+
+    def table(self, results: Results) -> Table:
+        """Rows by data set and name."""
+        runs = results.study(self.study)
+        names = list(dict.fromkeys([*self.names, *sorted({run.name for run in runs}, key=natural)]))
+        rows = []
+        for dataset in results.datasets(self.study) or [NOTHING]:
+            for name in names:
+                seeds = results.study(self.study, dataset, name)
+                ours = (measure.cell(seeds) for measure in self.measures)
+                rows.append((self.label(name), dataset, str(len(seeds)), *ours, *self._paper(name)))
+        return Table(
+            self.id,
+            self.title,
+            (
+                *(Column("name"), Column("data"), Column("seeds")),
+                *(Column(measure.title, HERE) for measure in self.measures),
+                *(Column(title, PAPER) for _, title, _, _ in self.columns),
+            ),
+            tuple(rows),
+            self.quotes,
+            self.note,
+            unique(run.source for run in runs),
+            (study_command(self.study),),
+        )
+
+    def _paper(self, name: str) -> Iterable[str]:
+        numbers = self.quoted.get(name, {})
+        for key, _, digits, sign in self.columns:
+            yield number(numbers[key], digits, sign) if key in numbers else NOTHING
+
+
+def study_command(study: str) -> str:
+    """The command that runs a study."""
+    script = "python benchmarks/study/study.py"
+    return f"{script} cifar10 --data DATA --runs RUNS --studies {study} --seeds 0 1 2"
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts k=3 before k=12."""
+    return [(int(digits or 0), word) for word, digits in re.findall(r"(\D+)(\d*)|\d+", name)]
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def classification(results: Results) -> Table:
+    """The families, trained alike."""
+    quoted = {family: row for (model, family), row in paper.DEIT.rows.items() if model == paper.L16}
+    quoted["d8"] = paper.INVARIANTS.rows["power_spectrum"]
+    return Study(
+        "classification",
+        "Classification",
+        "families",
+        FAMILIES,
+        (GMACS, PARAMETERS, RATE, MEMORY, TOP1, TURNED),
+        quoted,
+        (
+            ("gmacs", "GMACs", 1, False),
+            ("parameters", "parameters (M)", 1, False),
+            ("images_per_s", "images/s, inference", 0, False),
+            ("memory_mb", "MB, inference", 0, False),
+            ("top1", "top-1 (%)", 1, False),
+            ("rotated", "turned by 90°s", 1, True),
+        ),
+        f"ViT-L/16 of {quotation(paper.DEIT, paper.INVARIANTS)}",
+        f"ViTs of size {SIZE}, trained on upright images by DeiT III's recipe; mean ± standard deviation over "
+        "seeds. Small models and small sets: compare the rows, not with the paper.",
+        family_name,
+    ).table(results)
+
+
+def slanted(results: Results) -> Table:
+    """What 45° do to a classifier."""
+    quoted: dict[str, Numbers] = {
+        family: {model: paper.ROTATION.rows[model, family]["change"] for model in (paper.L16, paper.H16)}
+        for family in ("vit", "i8", "h8")
+    }
+    return Study(
+        "rotation-45",
+        "Images turned by 45°",
+        "families",
+        FAMILIES,
+        (TOP1, TILTED),
+        quoted,
+        ((paper.L16, "ViT-L/16, by 45°", 1, True), (paper.H16, "ViT-H/16, by 45°", 1, True)),
+        quotation(paper.ROTATION),
+        "Change of the accuracy in points. A turn by 45° is no element of the octic group, and loses the corners.",
+        family_name,
+    ).table(results)
+
+
+def invariants(results: Results) -> Table:
+    """Which invariant."""
+    return Study(
+        "invariants",
+        "Invariants",
+        "invariants",
+        list(INVARIANTS),
+        (PARAMETERS, TOP1, TOP5, TURNED),
+        dict(paper.INVARIANTS.rows),
+        (("top1", "top-1 (%)", 1, False), ("top5", "top-5 (%)", 1, False)),
+        quotation(paper.INVARIANTS),
+        "Ours are i8, invariant after half of the blocks; the paper's are invariant after the last.",
+        lambda name: name.replace("_", " "),
+    ).table(results)
+
+
+def lift(results: Results) -> Table:
+    """Whether the patch embedding must be equivariant."""
+    return Study(
+        "lift",
+        "Equivariant or free patch embedding",
+        "lift",
+        list(paper.LIFT.rows),
+        (PARAMETERS, TOP1, TURNED),
+        dict(paper.LIFT.rows),
+        (("top1", "top-1 (%)", 1, False),),
+        quotation(paper.LIFT),
+        "The same h8 with an equivariant patch embedding, and with one that is free: octic blocks without symmetry.",
+    ).table(results)
+
+
+def depth(results: Results) -> Table:
+    """How many blocks are octic."""
+    blocks = SIZES[SIZE].depth
+    return Study(
+        "octic-depth",
+        "Number of octic blocks",
+        "depth",
+        [f"k={quarter * blocks // 4}" for quarter in range(5)],
+        (GMACS, PARAMETERS, TOP1, TURNED),
+        quotes="fig:hybridisation_ablation (ViT-L, 24 blocks), a figure without numbers",
+        note=f"The first k of {blocks} blocks of an h8 are octic. The paper's text: k of half the blocks is a good "
+        "balance of cost and accuracy.",
+    ).table(results)
+
+
+def initialisation(results: Results) -> Table:
+    """How weights begin."""
+    return Study(
+        "initialisation",
+        "Initialisation",
+        "initialisation",
+        ("matched", "released"),
+        (TOP1, TURNED),
+        quotes="not studied; it does not say how weights begin",
+        note="matched: weights scaled so that an octic layer keeps the variance of a standard one. released: those "
+        "of the authors' code.",
+    ).table(results)
+
+
+def norm(results: Results) -> Table:
+    """Which layer norm."""
+    return Study(
+        "norm",
+        "Layer norm",
+        "norm",
+        ("paper", "released"),
+        (TOP1, TURNED),
+        quotes="not studied; its text and its released weights differ",
+        note="paper: unit variance stays unit variance. released: the norm that the authors' weights were trained "
+        "with, where the two-dimensional irrep counts less.",
+    ).table(results)
