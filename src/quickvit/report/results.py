@@ -21,10 +21,11 @@ LARGEST = 1e300
 
 @dataclass(frozen=True)
 class Source:
-    """Where numbers come from."""
+    """Where numbers come from; `gpu` says whether the hardware is one."""
 
     file: str
     hardware: str
+    gpu: bool
     date: str
     command: str
     commit: str
@@ -191,16 +192,11 @@ def _scores(entry: Entry) -> dict[str, float]:
 
 
 def _source(record: Entry) -> Source:
-    hardware = record.values.get("hardware")
-    if isinstance(hardware, str):
-        device = hardware
-    else:
-        facts = record.entry("hardware")
-        threads = facts.number("threads")
-        cpu = facts.text("cpu", "unknown hardware") + (f", {threads:.0f} threads" if threads else "")
-        device = facts.text("gpu", None) or cpu
+    facts = record.entry("hardware")
+    threads, gpu = facts.number("threads"), facts.text("gpu", "")
+    cpu = facts.text("cpu", "unknown hardware") + (f", {threads:.0f} threads" if threads else "")
     date, command, commit = (record.text(key, "") for key in ("date", "command", "commit"))
-    return Source(record.name, device, date[:10], command, commit)
+    return Source(record.name, gpu or cpu, bool(gpu), date[:10], command, commit)
 
 
 # ---------------------------------------------------------------------- JSON

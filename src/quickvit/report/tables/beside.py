@@ -57,7 +57,7 @@ class Line(Generic[Key]):
 
 def lines(measured: Iterable[tuple[Key, Measurement, Row]], quoted: Quoted[Key]) -> list[Line[Key]]:
     """The paper's rows in their order, each as often as it was measured here, then what it does not have."""
-    found: dict[Key, list[tuple[Measurement, Row]]] = defaultdict(list)
+    found: dict[Key, list[tuple[Measurement | None, Row | None]]] = defaultdict(list)
     for key, measurement, row in measured:
         found[key].append((measurement, row))
     return [
