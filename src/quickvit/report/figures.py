@@ -61,13 +61,18 @@ Panel = Callable[[Axes], None]
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of the report; without an SVG if nothing was measured that it could show."""
+    """A figure of the report: an SVG for each panel, none if nothing was measured that it could show."""
 
     id: str
     title: str
     caption: str
-    svg: str | None
+    panels: tuple[str, ...]
     commands: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The panels by the names of their files."""
+        return {f"{self.id}-{i}": svg for i, svg in enumerate(self.panels, 1)}
 
 
 def accuracy_flops(results: Results) -> Drawing:
@@ -85,8 +90,8 @@ def accuracy_flops(results: Results) -> Drawing:
     return Drawing(
         "accuracy-flops",
         "Accuracy against FLOPs",
-        "Left, the paper's classifiers on ImageNet-1K (tab:deit). Right, ours: mean and standard deviation over "
-        "seeds. Up and to the left is better.",
+        "On ImageNet-1K the paper's classifiers (tab:deit), elsewhere ours: mean and standard deviation over seeds. "
+        "Up and to the left is better.",
         render("accuracy-flops", panels),
         () if len(panels) > 1 else (study_command("families"),),
     )
@@ -151,7 +156,8 @@ def curves(results: Results) -> Drawing:
                 (key for key in CURVES if any(key in found for run in runs for _, found in run.curve)), None
             )
             if key is not None:
-                panels.append(partial(_draw_curves, runs=runs, key=key))
+                title = dataset if study == "families" else f"{dataset}, {study}"
+                panels.append(partial(_draw_curves, runs=runs, key=key, title=title))
     return Drawing(
         "curves",
         "Training progression",
@@ -175,9 +181,9 @@ def _draw_paper(axes: Axes) -> None:
                 row["gmacs"], row["top1"], "o" if model == paper.L16 else "s", color=COLOURS[family], ms=8
             )
             label = f"{family_name(family)} {'L' if model == paper.L16 else 'H'}"
-            _mark(axes, label, (row["gmacs"], row["top1"]))
+            _mark(axes, label, (row["gmacs"], row["top1"]), left=family in ("h8", "i8"))
     axes.set(title="ImageNet-1K (paper)", xlabel="GMACs", ylabel="top-1 (%)")
-    axes.margins(0.16)
+    axes.margins(0.18)
 
 
 def _draw_points(axes: Axes, points: Mapping[str, tuple[float, Sample]], title: str) -> None:
@@ -185,9 +191,9 @@ def _draw_points(axes: Axes, points: Mapping[str, tuple[float, Sample]], title: 
         axes.errorbar(
             gmacs, accuracy.mean, yerr=accuracy.spread or 0, fmt="o", ms=8, capsize=3, color=COLOURS[family]
         )
-        _mark(axes, family_name(family), (gmacs, accuracy.mean))
+        _mark(axes, family_name(family), (gmacs, accuracy.mean), left=family == "h8")
     axes.set(title=_words(title), xlabel="GMACs", ylabel="top-1 (%)")
-    axes.margins(0.16)
+    axes.margins(0.18)
 
 
 def _draw_depth(axes: Axes, points: Mapping[int, Sample], title: str) -> None:
@@ -196,7 +202,7 @@ def _draw_depth(axes: Axes, points: Mapping[int, Sample], title: str) -> None:
     axes.set(title=_words(title), xlabel="octic blocks k", ylabel="top-1 (%)", xticks=list(points))
 
 
-def _draw_curves(axes: Axes, runs: Sequence[Run], key: str) -> None:
+def _draw_curves(axes: Axes, runs: Sequence[Run], key: str, title: str) -> None:
     names = {run.name for run in runs}
     for name in [*(f for f in FAMILIES if f in names), *sorted(names - set(FAMILIES))]:
         by_step: dict[float, list[float]] = defaultdict(list)
@@ -214,12 +220,13 @@ def _draw_curves(axes: Axes, runs: Sequence[Run], key: str) -> None:
         )
         low, high = ([bound(by_step[s]) for s in steps] for bound in (min, max))
         axes.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0)
-    axes.set(title=_words(runs[0].dataset), xlabel="updates", ylabel=CURVES[key])
+    axes.set(title=_words(title), xlabel="updates", ylabel=CURVES[key])
     axes.legend(loc="lower right")
 
 
-def _mark(axes: Axes, text: str, point: tuple[float, float]) -> None:
-    axes.annotate(text, point, (7, 5), textcoords="offset points", size=9)
+def _mark(axes: Axes, text: str, point: tuple[float, float], *, left: bool) -> None:
+    offset, side = ((-7, 5), "right") if left else ((7, 5), "left")
+    axes.annotate(text, point, offset, textcoords="offset points", size=9, ha=side)
 
 
 def _words(text: str) -> str:
@@ -230,27 +237,24 @@ def _words(text: str) -> str:
 # ---------------------------------------------------------------------- SVG
 
 
-def render(name: str, panels: Sequence[Panel]) -> str | None:
-    """Panels side by side as SVG, the same bytes every time; None without panels."""
-    if not panels:
-        return None
-    width, height = PANEL
+def render(name: str, panels: Sequence[Panel]) -> tuple[str, ...]:
+    """Each panel as SVG, the same bytes every time."""
+    # The date and the version of the program would change what is the same figure.
+    nothing: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    drawn = []
     with style.context(["default", {**STYLE, "svg.hashsalt": name}]):
-        figure = Figure(figsize=(width * len(panels), height), layout="constrained")
-        for i, draw in enumerate(panels):
-            draw(figure.add_subplot(1, len(panels), i + 1))
-        file = StringIO()
-        # The date and the version of the program would change what is the same figure.
-        nothing: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    return file.getvalue()
+        for draw in panels:
+            figure = Figure(figsize=PANEL, layout="constrained")
+            draw(figure.add_subplot())
+            file = StringIO()
+            figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+            drawn.append(file.getvalue())
+    return tuple(drawn)
 
 
-def inline(drawing: Drawing) -> str:
-    """The SVG for a page: no prologue, names of its own, the page's ink."""
-    svg = drawing.svg or ""
+def inline(name: str, svg: str) -> str:
+    """An SVG for a page: no prologue, names of its own, the page's ink, as wide as there is room."""
     svg = re.sub(r"<(metadata|style).*?</\1>\s*", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r'(id="|url\(#|href="#)', rf"\1{drawing.id}-", svg)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 role="img"', svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(id="|url\(#|href="#)', rf"\1{name}-", svg)
+    svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
     return svg.replace(INK, "var(--muted)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -13,7 +13,9 @@ NOT_RUN = "not run"
 # The paper has no such number.
 NOTHING = "–"
 HERE, PAPER, FORMULA = "here", "paper", "formula"
-LEGEND = {HERE: "measured here", PAPER: "quoted from the paper", FORMULA: "computed here by formula"}
+LEGEND = {HERE: "measured here", PAPER: "quoted from the paper", FORMULA: "computed here, not measured"}
+# Cells with more letters may wrap.
+LONG = 16
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,15 @@ class Table:
     def gaps(self) -> bool:
         """Whether something was not run."""
         return any(NOT_RUN in row for row in self.rows)
+
+    @property
+    def ours(self) -> bool:
+        """Whether a number in it is ours."""
+        return any(
+            column.origin in (HERE, FORMULA) and cell not in (NOT_RUN, NOTHING)
+            for row in self.rows
+            for column, cell in zip(self.columns, row, strict=True)
+        )
 
 
 def unique(sources: Iterable[Source]) -> tuple[Source, ...]:
@@ -96,18 +107,17 @@ def one_line(text: str) -> str:
 
 
 def html(table: Table) -> str:
-    """The table as a part of a page."""
+    """The table as a part of a page, folded away if nothing in it is ours."""
     head = "".join(_head(column) for column in table.columns)
-    body = "".join(
-        f"<tr>{''.join(_cell(c, cell) for c, cell in zip(table.columns, row, strict=True))}</tr>\n"
-        for row in table.rows
-    )
+    body = "".join(f"<tr>{_cells(table.columns, row)}</tr>\n" for row in table.rows)
     notes = "".join(f"<p>{escape(text)}</p>\n" for text in (table.note, _quotes(table)) if text)
+    state = "" if table.ours else f' <span class="state">{NOT_RUN}</span>'
     return (
-        f'<section class="table" id="{escape(table.id)}">\n<h3>{escape(table.title)}</h3>\n{notes}'
+        f'<details class="table" id="{escape(table.id)}"{" open" if table.ours else ""}>\n'
+        f"<summary><h3>{escape(table.title)}</h3>{state}</summary>\n{notes}"
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}"><table>\n'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>\n"
-        f"{_commands(table)}{sources_html(table.sources)}</section>\n"
+        f"{_commands(table)}{sources_html(table.sources)}</details>\n"
     )
 
 
@@ -118,11 +128,17 @@ def _head(column: Column) -> str:
     return f'<th scope="col" class="number">{escape(column.title)}{origin}</th>'
 
 
+def _cells(columns: Sequence[Column], row: Sequence[str]) -> str:
+    first, *rest = row
+    cells = (_cell(column, cell) for column, cell in zip(columns[1:], rest, strict=True))
+    return f'<th scope="row">{escape(first)}</th>{"".join(cells)}'
+
+
 def _cell(column: Column, cell: str) -> str:
-    if not column.origin:
-        return f'<th scope="row">{escape(cell)}</th>'
-    classes = f"number {column.origin}" + (" gap" if cell == NOT_RUN else "")
-    return f'<td class="{classes}">{escape(cell)}</td>'
+    classes = f"number {column.origin}" if column.origin else "words" if len(cell) > LONG else ""
+    if cell == NOT_RUN:
+        classes += " gap"
+    return f'<td class="{classes}">{escape(cell)}</td>' if classes else f"<td>{escape(cell)}</td>"
 
 
 def _commands(table: Table) -> str:
