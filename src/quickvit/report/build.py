@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from quickvit.report.claims import judge
 from quickvit.report.figures import FIGURES
 from quickvit.report.page import GENERATOR, Part, claims_part, figures_part, page, sources_part, tables_part
 from quickvit.report.results import Results, read_results
@@ -35,14 +36,15 @@ def report_files(results: Results) -> dict[str, str]:
     """The files of the report by their names; the same results give the same bytes."""
     chapters = {title: [table(results) for table in tables] for title, tables in TABLES.items()}
     drawings = [figure(results) for figure in FIGURES]
+    findings = judge(results)
     parts = [
-        claims_part(results),
+        claims_part(findings),
         figures_part(drawings),
         *(part() for part in PARTS),
         *(tables_part(title, tables) for title, tables in chapters.items()),
         sources_part(results),
     ]
-    files = {PAGE: page(results, parts)}
+    files = {PAGE: page(results, findings, parts)}
     for table in (table for tables in chapters.values() for table in tables):
         files |= {f"tables/{table.id}.md": markdown(table), f"tables/{table.id}.html": html(table)}
     return files | {f"figures/{name}.svg": svg for d in drawings for name, svg in d.files.items()}

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quickvit.models import SIZES
+from quickvit.report.results import Results
 from quickvit.report.rules import (
     PHOTOGRAPHS,
+    Finding,
     Rule,
     best,
     beyond,
@@ -158,3 +160,8 @@ CLAIMS = (
         best("depth", HALF_DEPTH),
     ),
 )
+
+
+def judge(results: Results) -> list[tuple[Claim, Finding]]:
+    """Every claim, and what the results say of it."""
+    return [(claim, claim.rule(results)) for claim in CLAIMS]

@@ -1,13 +1,15 @@
-"""Numbers that need no measurement: all operations of a transformer block, counted by formula.
+"""Numbers that need no measurement: the cost of models, and all operations of a transformer block.
 
-Beside the matrix products, a multiplication, an addition, a division, a square root, an exponential and an error
-function count one each. A MAC is two.
+Beside the matrix products of a block, a multiplication, an addition, a division, a square root, an exponential and an
+error function count one each. A MAC is two.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+from quickvit.bench.flops import Cost, Variant
 from quickvit.group import D8
 
 # Per element: mean, centring, squares and their sum, division, gain; a shift is counted apart.
@@ -19,6 +21,12 @@ SOFTMAX = 5
 # The paper's fast transform of D8 (lst:q_reg), per eight elements: 24 additions and 8 scalings.
 FAST_FOURIER = (24 + 8) / 8
 EXPANSION, HEAD_SIZE = 4, 64
+
+
+@lru_cache
+def model_cost(variant: Variant) -> Cost:
+    """Parameters and MACs of a named model; tables and claims ask for the same ones."""
+    return variant.cost()
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from html import escape
 from importlib.resources import files
 
 from quickvit.group import D8
-from quickvit.report.claims import CLAIMS, Claim
+from quickvit.report.claims import Claim
 from quickvit.report.figures import Drawing, inline
 from quickvit.report.results import Results
 from quickvit.report.rules import Finding, Verdict
 from quickvit.report.table import LEGEND, Table, commands_html, html, sources_html, unique
 from quickvit.report.tables.beside import times
 
+Judged = tuple[Claim, Finding]
 GENERATOR = '<meta name="generator" content="quickvit report">'
 # Nothing may be fetched, whatever is written into the page.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -36,7 +37,7 @@ class Part:
     html: str
 
 
-def page(results: Results, parts: Sequence[Part]) -> str:
+def page(results: Results, findings: Sequence[Judged], parts: Sequence[Part]) -> str:
     """The whole page."""
     links = "".join(f'<a href="#{escape(part.id)}">{escape(part.title)}</a>' for part in parts)
     chapters = "".join(
@@ -51,7 +52,7 @@ def page(results: Results, parts: Sequence[Part]) -> str:
         "<header>\n<h1>Quick ViTs, measured</h1>\n"
         '<p class="lead">Vision transformers that commute with rotations and mirrorings: every table and claim of '
         "the paper beside what <code>quickvit</code> computes and measures.</p>\n"
-        f"{_tiles(results)}</header>\n"
+        f"{_tiles(results, findings)}</header>\n"
         f'<nav aria-label="chapters"><div>{links}</div><button id="theme" type="button">theme</button></nav>\n'
         f"<main>\n{chapters}</main>\n"
         "<footer><p>Written by <code>quickvit report</code> from the JSON files of benchmarks and studies. The "
@@ -68,9 +69,8 @@ def _file(name: str) -> str:
 # ---------------------------------------------------------------------- parts
 
 
-def claims_part(results: Results) -> Part:
+def claims_part(findings: Sequence[Judged]) -> Part:
     """Every claim with its verdict."""
-    findings = [(claim, claim.rule(results)) for claim in CLAIMS]
     counts = Counter(finding.verdict for _, finding in findings)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
     rule = (
@@ -129,7 +129,7 @@ def sources_part(results: Results) -> Part:
 # ---------------------------------------------------------------------- at a glance
 
 
-def _tiles(results: Results) -> str:
+def _tiles(results: Results, findings: Sequence[Judged]) -> str:
     """The largest saving by formula, the largest measured speed-ups, the claims."""
     tiles = [(times(D8.flop_reduction), "fewer FLOPs in an octic linear layer, by formula")]
     for gpu in (True, False):
@@ -143,8 +143,8 @@ def _tiles(results: Results) -> str:
             model = row.case.removesuffix(" forward")
             words = f"as fast as timm’s {model}: {row.name}, {measurement.source.hardware}"
             tiles.append((times(ratio), words))
-    confirmed = sum(claim.rule(results).verdict == Verdict.CONFIRMED for claim in CLAIMS)
-    tiles.append((f"{confirmed} of {len(CLAIMS)}", "claims of the paper confirmed here so far"))
+    confirmed = sum(finding.verdict == Verdict.CONFIRMED for _, finding in findings)
+    tiles.append((f"{confirmed} of {len(findings)}", "claims of the paper confirmed here so far"))
     items = "".join(
         f"<li><b>{escape(value)}</b><span>{escape(words)}</span></li>\n" for value, words in tiles
     )

@@ -17,6 +17,7 @@ from quickvit.bench.work import Storage, linear
 from quickvit.group import D8
 from quickvit.layers import OcticLinear
 from quickvit.report import paper
+from quickvit.report.formulas import model_cost
 from quickvit.report.results import Measurement, Metric, Results
 from quickvit.report.sample import Sample, number, uncertainty
 from quickvit.report.tables import frozen
@@ -202,7 +203,7 @@ def model_saving(_: Results) -> Finding:
     """Ratios of whole models, which must grow with the size and be close to the paper's."""
     ratios = {}
     for size in paper.SCALING.rows:
-        vit, octic = (Variant(family, size, paper_shape(size).patch).cost() for family in ("vit", "d8"))
+        vit, octic = (model_cost(Variant(family, size, paper_shape(size).patch)) for family in ("vit", "d8"))
         ratios[size] = vit.macs / octic.macs
     near = all(abs(r / paper.SCALING.rows[size]["flops"] - 1) < CLOSE for size, r in ratios.items())
     grows = list(ratios.values()) == sorted(ratios.values())

@@ -9,6 +9,7 @@ from quickvit.bench.work import Shape, Storage, linear
 from quickvit.group import DihedralGroup
 from quickvit.models import SIZES
 from quickvit.report import paper
+from quickvit.report.formulas import model_cost
 from quickvit.report.results import Results
 from quickvit.report.sample import number
 from quickvit.report.table import FORMULA, HERE, NOT_RUN, NOTHING, PAPER, Column, Table, unique
@@ -29,7 +30,7 @@ def compute_scaling(_: Results) -> Table:
         depth = str(dims.depth)
         if dims.depth != quoted["depth"]:
             depth += f" (paper {quoted['depth']:.0f})"
-        vit, octic = (Variant(family, size, shape.patch).cost() for family in ("vit", "d8"))
+        vit, octic = (model_cost(Variant(family, size, shape.patch)) for family in ("vit", "d8"))
         rows.append(
             (
                 *(shape.label, str(dims.embed_dim), depth, str(dims.mlp_dim), str(dims.num_heads)),
@@ -59,10 +60,10 @@ def paper_models(results: Results) -> Table:
     """Parameters and MACs of the paper's classifiers, and their accuracy, which takes ImageNet-1K and a cluster."""
     rows, used = [], []
     for (label, family), quoted in paper.DEIT.rows.items():
-        size, patch = re.fullmatch(r"ViT-(\w+)/(\d+)", label).groups()  # type: ignore[union-attr]
+        size, patch = label.removeprefix("ViT-").split("/")
         invariant = "polynomial" if family == "i8" else None
         variant = Variant(family, size.lower(), int(patch), invariant)
-        cost = variant.cost()
+        cost = model_cost(variant)
         runs = [run for run in results.study("families", IMAGENET) if run.model == variant.name]
         used += [run.source for run in runs]
         rows.append(

@@ -6,24 +6,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quickvit.report.results import QUARTER, SLANTED, Metric, Run
-from quickvit.report.sample import Sample
+from quickvit.report.sample import Sample, number
 from quickvit.report.table import NOT_RUN
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of a study: what to take of each run, and how to write it."""
+    """A column of a study: what to take of each run, and how to write it; what is counted has no spread."""
 
     title: str
     metric: Metric
     digits: int = 1
     sign: bool = False
     scale: float = 1.0
+    counted: bool = False
 
     def cell(self, runs: Iterable[Run]) -> str:
         """Mean and spread over the seeds."""
         sample = Sample.of(None if (v := self.metric(run)) is None else self.scale * v for run in runs)
-        return NOT_RUN if sample is None else sample.text(self.digits, self.sign)
+        if sample is None:
+            return NOT_RUN
+        return number(sample.mean, self.digits) if self.counted else sample.text(self.digits, self.sign)
 
 
 def top1(run: Run) -> float | None:
@@ -41,8 +44,8 @@ def tilted(run: Run) -> float | None:
     return run.change("top1", SLANTED)
 
 
-GMACS = Measure("GMACs", lambda run: run.gmacs, 3)
-PARAMETERS = Measure("parameters (M)", lambda run: run.parameters, 2, scale=1e-6)
+GMACS = Measure("GMACs", lambda run: run.gmacs, 3, counted=True)
+PARAMETERS = Measure("parameters (M)", lambda run: run.parameters, 2, scale=1e-6, counted=True)
 RATE = Measure("images/s in training", lambda run: run.images_per_s, 0)
 MEMORY = Measure("MiB in training", lambda run: run.memory_mib, 0)
 TOP1 = Measure("top-1 (%)", top1, 2)
