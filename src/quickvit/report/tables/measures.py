@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from quickvit.report.paper import Numbers
 from quickvit.report.results import QUARTER, SLANTED, Metric, Run
 from quickvit.report.sample import Sample, number
-from quickvit.report.table import NOT_RUN
+from quickvit.report.table import NOT_RUN, NOTHING
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,20 @@ class Measure:
         if sample is None:
             return NOT_RUN
         return number(sample.mean, self.digits) if self.counted else sample.text(self.digits, self.sign)
+
+
+@dataclass(frozen=True)
+class Quote:
+    """A column of the paper beside those of a study: the name of its number, and how to write it."""
+
+    title: str
+    key: str
+    digits: int = 1
+    sign: bool = False
+
+    def cell(self, numbers: Numbers) -> str:
+        """The paper's number."""
+        return number(numbers[self.key], self.digits, self.sign) if self.key in numbers else NOTHING
 
 
 def top1(run: Run) -> float | None:
@@ -52,3 +67,5 @@ TOP1 = Measure("top-1 (%)", top1, 2)
 TOP5 = Measure("top-5 (%)", lambda run: run.score("top5"), 2)
 TURNED = Measure("turned by 90°s", turned, 2, sign=True)
 TILTED = Measure("turned by 45°", tilted, 2, sign=True)
+PAPER_TOP1, PAPER_TOP5 = Quote(TOP1.title, "top1"), Quote(TOP5.title, "top5")
+PAPER_TURNED = Quote(TURNED.title, "rotated", sign=True)
