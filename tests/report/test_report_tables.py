@@ -221,6 +221,7 @@ class TestStudies:
         assert cells(paper_models(results), model="ViT-Large/16", family="h8")["top-1 (%) here"] == "84.00"
         row = cells(frozen_features(results), model="ViT-Large/16", family="h8", data="ImageNet-1K")
         assert (row["k-NN (%) here"], row["k-NN (%) paper"]) == ("80.00", "80.8")
+        assert len(frozen_features(results).rows) == len(paper.DINOV2.rows)
 
 
 class TestWriting:

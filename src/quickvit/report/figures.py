@@ -131,7 +131,7 @@ def accuracy_depth(results: Results) -> Drawing:
         points = {
             int(match[1]): sample
             for name in sorted({run.name for run in results.study("depth", dataset)}, key=natural)
-            if (match := re.fullmatch(r"k=(\d+)", name))
+            if (match := re.fullmatch(r"k=(\d{1,4})", name))
             and (sample := results.sample("depth", dataset, name, top1))
         }
         if points:

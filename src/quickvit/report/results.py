@@ -6,6 +6,7 @@ The files are not trusted: whatever is used of them is checked here, once, and a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -63,6 +64,12 @@ class Run:
     scores: Mapping[str, Mapping[str, float]]
     answers: Mapping[str, Mapping[str, float]]
     source: Source
+
+    @property
+    def size(self) -> str:
+        """The size in the name of its model, as in baseline_small_patch16_224; empty if there is none."""
+        found = re.search(r"_([a-z0-9]+)_patch\d+", self.model)
+        return found[1] if found else ""
 
     def score(self, name: str, pose: str = UPRIGHT) -> float | None:
         """A score in a pose."""

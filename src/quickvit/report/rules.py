@@ -7,9 +7,11 @@ the paper says that 84.0 % matches 84.2 % (tab:deit).
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from quickvit.bench import Row
 from quickvit.bench.flops import Variant
@@ -25,6 +27,7 @@ from quickvit.report.tables.beside import family_name, times
 from quickvit.report.tables.computed import paper_shape
 from quickvit.report.tables.measures import top1, turned
 from quickvit.report.tables.speed import FORWARD, LAYER, LINEAR
+from quickvit.report.tables.studies import blocks
 
 TOLERANCE = 0.2
 # Seeds that differ by more make a match worthless, in points.
@@ -128,6 +131,11 @@ def best(study: str, name: str) -> Rule:
     return rule
 
 
+def half_depth(results: Results) -> Finding:
+    """Whether no other number of octic blocks is better than half of the blocks."""
+    return best("depth", f"k={blocks(results) // 2}")(results)
+
+
 def loses(family: str) -> Rule:
     """Whether a family is less accurate on photographs turned by 90°s, by more than the spread."""
 
@@ -161,8 +169,8 @@ def cheaper_and_as_good(family: str) -> Rule:
     def rule(results: Results) -> Finding:
         finding = compared("families", family, "vit", top1, better=False)(results)
         for dataset in results.datasets("families"):
-            costs = [results.sample("families", dataset, n, lambda run: run.gmacs) for n in (family, "vit")]
-            if all(costs) and costs[0].mean >= costs[1].mean:  # type: ignore[union-attr]
+            a, b = (results.sample("families", dataset, n, lambda run: run.gmacs) for n in (family, "vit"))
+            if a and b and a.mean >= b.mean:
                 return Finding(Verdict.NOT_CONFIRMED, f"{finding.evidence}; no fewer MACs on {dataset}")
         return finding
 
@@ -173,17 +181,23 @@ def blood_cells(results: Results) -> Finding:
     """Whether the i8's mean is higher than the ViT's in most of DinoBloom's scores."""
     findings = []
     for dataset in results.datasets(frozen.STUDY):
-        pairs = []
+        won = []
         for key in paper.HEMATOLOGY.rows["vit"]:
-            both = [
-                Sample.of(frozen.answers(run).get(key) for run in results.study(frozen.STUDY, dataset, name))
-                for name in ("i8", "vit")
-            ]
-            pairs += [(a.mean, b.mean) for a, b in [both] if a and b]
-        if pairs:
-            wins = sum(a > b for a, b in pairs)
-            findings.append(holds(2 * wins > len(pairs), f"{dataset}: {wins} of {len(pairs)} scores"))
+            metric = partial(frozen.answer, key=key)
+            i8, vit = (results.sample(frozen.STUDY, dataset, name, metric) for name in ("i8", "vit"))
+            if i8 and vit:
+                won.append(i8.mean > vit.mean)
+        if won:
+            findings.append(holds(2 * sum(won) > len(won), f"{dataset}: {sum(won)} of {len(won)} scores"))
     return together(findings)
+
+
+def large_scale(results: Results) -> Finding:
+    """Whether an h8 is better than a ViT on ImageNet-1K, if anybody has trained them on it."""
+    finding = compared("families", "h8", "vit", top1, better=True, on=("imagenet",))(results)
+    if finding.verdict == Verdict.NOT_RUN:
+        return Finding(Verdict.NOT_TESTABLE, "takes 400 epochs of ImageNet-1K")
+    return finding
 
 
 # ---------------------------------------------------------------------- formulas
@@ -227,12 +241,12 @@ def crossing(_: Results) -> Finding:
 
 def _gpu_rows(
     results: Results, benchmark: str, pattern: re.Pattern[str]
-) -> Iterator[tuple[Measurement, Row, re.Match[str]]]:
-    """The rows that were measured on a GPU and compared with another."""
+) -> Iterator[tuple[Measurement, Row, re.Match[str], float]]:
+    """The rows that were measured on a GPU and compared with another: how many times faster they were."""
     for measurement, row in results.measured(benchmark):
         match = pattern.fullmatch(row.case)
         if match and measurement.source.gpu and row.ratio:
-            yield measurement, row, match
+            yield measurement, row, match, row.ratio
 
 
 def faster(benchmark: str, pattern: re.Pattern[str], families: tuple[str, ...]) -> Rule:
@@ -241,10 +255,10 @@ def faster(benchmark: str, pattern: re.Pattern[str], families: tuple[str, ...]) 
     def rule(results: Results) -> Finding:
         return together(
             holds(
-                row.ratio is not None and row.ratio > 1 + (row.spread or 0),
-                f"{match[1]} {row.name} {times(row.ratio or 0)} ({measurement.source.hardware})",
+                ratio > 1 + (row.spread or 0),
+                f"{match[1]} {row.name} {times(ratio)} ({measurement.source.hardware})",
             )
-            for measurement, row, match in _gpu_rows(results, benchmark, pattern)
+            for measurement, row, match, ratio in _gpu_rows(results, benchmark, pattern)
             if row.name in families and row.dtype in HALF
         )
 
@@ -256,23 +270,24 @@ def speed_grows(results: Results) -> Finding:
     findings = []
     for measurement in results.measurements:
         ratios = {
-            match[1]: row.ratio or 0
-            for other, row, match in _gpu_rows(results, "model", FORWARD)
-            if other is measurement and row.name == "d8" and row.dtype in HALF
+            match[1]: ratio
+            for _, row, match, ratio in _gpu_rows(Results((measurement,)), "model", FORWARD)
+            if row.name == "d8" and row.dtype in HALF
         }
-        ordered = [ratios[m] for size in paper.SCALING.rows if (m := paper_shape(size).label) in ratios]
+        models = [label for size in paper.SCALING.rows if (label := paper_shape(size).label) in ratios]
+        ordered = [ratios[model] for model in models]
         if len(ordered) > 1:
-            words = ", ".join(f"{model} {times(ratio)}" for model, ratio in ratios.items())
+            words = ", ".join(f"{model} {times(ratios[model])}" for model in models)
             findings.append(holds(ordered == sorted(ordered), f"{words} ({measurement.source.hardware})"))
     return together(findings)
 
 
 def full_precision(results: Results) -> Finding:
     """Whether an octic layer's speed-up is larger in float32 than in half precision, width by width."""
-    ratios: dict[tuple[str, str], dict[str, float]] = {}
-    for measurement, row, match in _gpu_rows(results, "linear", LINEAR):
+    ratios: dict[tuple[str, str], dict[str | None, float]] = defaultdict(dict)
+    for measurement, row, match, ratio in _gpu_rows(results, "linear", LINEAR):
         if row.name == "octic":
-            ratios.setdefault((measurement.source.file, match[1]), {})[row.dtype or ""] = row.ratio or 0
+            ratios[measurement.source.file, match[1]][row.dtype] = ratio
     return together(
         holds(
             found["float32"] > max(half),
@@ -286,15 +301,7 @@ def full_precision(results: Results) -> Finding:
 def cheap_gelu(results: Results) -> Finding:
     """Whether octic GELU took at most a few per cent longer at every width."""
     return together(
-        holds(
-            1 / (row.ratio or 1) <= FEW_PERCENT,
-            f"C = {match[2]}: {number(100 / (row.ratio or 1) - 100, 0, True)} %",
-        )
-        for _, row, match in _gpu_rows(results, "gelu", LAYER)
+        holds(1 / ratio <= FEW_PERCENT, f"C = {match[2]}: {number(100 / ratio - 100, 0, sign=True)} %")
+        for _, row, match, ratio in _gpu_rows(results, "gelu", LAYER)
         if match[1] == "GELU" and row.name == "octic"
     )
-
-
-def beyond(_: Results) -> Finding:
-    """A claim about large models on ImageNet-1K."""
-    return Finding(Verdict.NOT_TESTABLE, "needs 400 epochs of ImageNet-1K")

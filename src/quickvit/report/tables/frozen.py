@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections import defaultdict
+from functools import partial
 
 from quickvit.report import paper
 from quickvit.report.results import QUARTER, Results, Run
-from quickvit.report.sample import number
-from quickvit.report.table import HERE, NOTHING, PAPER, Column, Table, unique
+from quickvit.report.table import NOTHING, Column, Table, unique
 from quickvit.report.tables.beside import family_name, quotation
-from quickvit.report.tables.measures import GMACS, Measure
+from quickvit.report.tables.measures import GMACS, Measure, Quote, Shown, headings, row
 from quickvit.report.tables.studies import FAMILIES
 
 STUDY = "dinov2"
@@ -49,70 +48,60 @@ def first(run: Run, names: tuple[str, ...]) -> float | None:
 LINEAR_SCORE = Measure("linear (%)", linear, 2)
 NEIGHBOUR_SCORE = Measure("k-NN (%)", neighbours, 2)
 TURNED = Measure("k-NN, turned by 90°s", turned, 2, sign=True)
-SCORES = {"gmacs": GMACS, "linear": LINEAR_SCORE, "knn": NEIGHBOUR_SCORE}
+SCORES: tuple[Shown, ...] = (
+    *(LINEAR_SCORE, Quote(LINEAR_SCORE.title, "linear")),
+    *(NEIGHBOUR_SCORE, Quote(NEIGHBOUR_SCORE.title, "knn"), TURNED),
+    *(GMACS, Quote(GMACS.title, "gmacs")),
+)
 
 
 def frozen_features(results: Results) -> Table:
     """Linear classifiers and nearest neighbours, on our data and on the paper's."""
-    runs = results.study(STUDY)
-    own = sorted(
-        {(run.dataset, _size(run), run.name) for run in runs}, key=lambda key: (*key[:2], _rank(key[2]))
-    )
+    found: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
+    labels = {(data, model.split("/")[0], family): model for data, model, family in paper.DINOV2.rows}
+    for run in results.study(STUDY):
+        model = f"ViT-{run.size.capitalize()}" if run.size else NOTHING
+        found[run.dataset, labels.get((run.dataset, model, run.name), model), run.name].append(run)
     rows = []
-    for key in dict.fromkeys([*own, *paper.DINOV2.rows]):
-        dataset, model, family = key
-        mine = [
-            run
-            for run in runs
-            if (run.dataset, _size(run), run.name) == (dataset, model.split("/")[0], family)
-        ]
-        quoted = paper.DINOV2.rows.get(key, {})
-        theirs = (number(quoted[name], 1) if name in quoted else NOTHING for name in SCORES)
-        ours = (measure.cell(mine) for measure in SCORES.values())
-        pairs = (cell for pair in zip(ours, theirs, strict=True) for cell in pair)
-        rows.append((model, family_name(family), dataset, *pairs, TURNED.cell(mine)))
+    for key in dict.fromkeys([*sorted(found, key=_place), *paper.DINOV2.rows]):
+        data, model, family = key
+        cells = row(SCORES, found.get(key, []), paper.DINOV2.rows.get(key, {}))
+        rows.append((model, family_name(family), data, *cells))
     return Table(
         "frozen-features",
         "Frozen features after DINOv2",
-        (
-            *(Column("model"), Column("family"), Column("data")),
-            *(c for m in SCORES.values() for c in (Column(m.title, HERE), Column(m.title, PAPER))),
-            Column(TURNED.title, HERE),
-        ),
+        (Column("model"), Column("family"), Column("data"), *headings(SCORES)),
         tuple(rows),
         quotation(paper.DINOV2),
         "Accuracy; mean IoU on ADE20K and VOC 2012.",
-        unique(run.source for run in runs),
+        unique(run.source for run in results.study(STUDY)),
         COMMANDS,
     )
 
 
+def _place(key: tuple[str, str, str]) -> tuple[str, str, int, str]:
+    """The place of a row in the table: families in their order."""
+    data, model, family = key
+    return data, model, FAMILIES.index(family) if family in FAMILIES else len(FAMILIES), family
+
+
 def hematology(results: Results) -> Table:
     """Blood cells, by DinoBloom's protocol."""
-    runs = [run for run in results.study(STUDY) if answers(run)]
+    runs = [run for run in results.study(STUDY) if any(answer(run, f"{c}/accuracy") for c in CLASSIFIERS)]
+    families = [f for f in FAMILIES if f in paper.HEMATOLOGY.rows or any(run.name == f for run in runs)]
     rows = []
     for dataset in sorted({run.dataset for run in runs}) or [NOTHING]:
-        families = [f for f in FAMILIES if f in paper.HEMATOLOGY.rows or any(run.name == f for run in runs)]
         for family in families:
             mine = [run for run in runs if (run.dataset, run.name) == (dataset, family)]
-            for classifier in CLASSIFIERS:
-                quoted = paper.HEMATOLOGY.rows.get(family, {})
-                keys = [f"{classifier}/{metric}" for metric in METRICS]
-                ours = (_score(key).cell(mine) for key in keys)
-                theirs = (number(quoted[key], 1) if key in quoted else NOTHING for key in keys)
-                pairs = (cell for pair in zip(ours, theirs, strict=True) for cell in pair)
-                rows.append((family_name(family), classifier, dataset, *pairs))
+            quoted = paper.HEMATOLOGY.rows.get(family, {})
+            rows += [
+                (family_name(family), classifier, dataset, *row(_blood_scores(classifier), mine, quoted))
+                for classifier in CLASSIFIERS
+            ]
     return Table(
         "hematology",
         "Blood cells",
-        (
-            *(Column("family"), Column("classifier"), Column("data")),
-            *(
-                c
-                for word in METRICS.values()
-                for c in (Column(f"{word} (%)", HERE), Column(f"{word} (%)", PAPER))
-            ),
-        ),
+        (Column("family"), Column("classifier"), Column("data"), *headings(_blood_scores(CLASSIFIERS[0]))),
         tuple(rows),
         quotation(paper.HEMATOLOGY),
         "Weighted F1, accuracy and balanced accuracy of frozen features by DinoBloom's protocol. Other cells than "
@@ -122,29 +111,17 @@ def hematology(results: Results) -> Table:
     )
 
 
-def answers(run: Run) -> dict[str, float]:
-    """All scores of DinoBloom's protocol, by classifier and metric; accuracies may come from the upright pose."""
-    return {f"{classifier}/{metric}": score for classifier, metric, score in _answers(run)}
+def _blood_scores(classifier: str) -> list[Shown]:
+    """The columns of a classifier: each metric, ours and the paper's."""
+    columns: list[Shown] = []
+    for metric, word in METRICS.items():
+        key, title = f"{classifier}/{metric}", f"{word} (%)"
+        columns += [Measure(title, partial(answer, key=key), 2), Quote(title, key)]
+    return columns
 
 
-def _answers(run: Run) -> Iterator[tuple[str, str, float]]:
-    for classifier in CLASSIFIERS:
-        if (score := run.score(classifier)) is not None:
-            yield classifier, "accuracy", score
-        for metric, score in run.answers.get(classifier, {}).items():
-            yield classifier, metric, score
-
-
-def _score(key: str) -> Measure:
-    return Measure(key, lambda run: answers(run).get(key), 2)
-
-
-def _size(run: Run) -> str:
-    """The size in the name of a model, as in baseline_small_patch16_224."""
-    found = re.search(r"_([a-z0-9]+)_patch\d+", run.model)
-    return f"ViT-{found[1].capitalize()}" if found else NOTHING
-
-
-def _rank(family: str) -> tuple[int, str]:
-    """The place of a family in a table."""
-    return (FAMILIES.index(family) if family in FAMILIES else len(FAMILIES)), family
+def answer(run: Run, key: str) -> float | None:
+    """A score of DinoBloom's protocol, by classifier/metric; an accuracy may come from the upright pose."""
+    classifier, metric = key.split("/")
+    found = run.answers.get(classifier, {}).get(metric)
+    return run.score(classifier) if found is None and metric == "accuracy" else found

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from quickvit.report.paper import Numbers
 from quickvit.report.results import QUARTER, SLANTED, Metric, Run
 from quickvit.report.sample import Sample, number
-from quickvit.report.table import NOT_RUN, NOTHING
+from quickvit.report.table import HERE, NOT_RUN, NOTHING, PAPER, Column
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,19 @@ class Quote:
     def cell(self, numbers: Numbers) -> str:
         """The paper's number."""
         return number(numbers[self.key], self.digits, self.sign) if self.key in numbers else NOTHING
+
+
+Shown = Measure | Quote
+
+
+def headings(shown: Iterable[Shown]) -> tuple[Column, ...]:
+    """The headings of these columns."""
+    return tuple(Column(c.title, PAPER if isinstance(c, Quote) else HERE) for c in shown)
+
+
+def row(shown: Iterable[Shown], runs: Sequence[Run], numbers: Numbers) -> tuple[str, ...]:
+    """The cells of these columns, from runs of ours and numbers of the paper."""
+    return tuple(c.cell(numbers) if isinstance(c, Quote) else c.cell(runs) for c in shown)
 
 
 def top1(run: Run) -> float | None:
