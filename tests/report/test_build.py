@@ -13,6 +13,7 @@ import pytest
 
 from quickvit.report.build import GENERATOR, build_report, report_files
 from quickvit.report.figures import FIGURES
+from quickvit.report.page import Part
 from quickvit.report.results import Results, read_results
 
 COMMITTED = Path(__file__).parents[2] / "benchmarks"
@@ -138,6 +139,12 @@ def test_the_page_is_sound_and_alone(bench, study):
     assert not re.search(r"https?://|url\((?!#)|@import|//cdn", text)
     assert page.tags.count("svg") == 5
     assert page.tags.count("script") == 1
+
+
+def test_further_chapters_follow_the_figures():
+    page = report_files(Results(), [Part("mine", "My <chapter>", '<p id="words">words</p>')])["index.html"]
+    assert '<a href="#mine">My &lt;chapter&gt;</a>' in page
+    assert page.index('id="figures"') < page.index('<p id="words">words</p>') < page.index('id="compute"')
 
 
 def test_untrusted_words_are_only_words(bench, add_run, add_bench):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 from quickvit.report.claims import judge
@@ -14,15 +14,18 @@ from quickvit.report.tables import TABLES
 
 PAGE = "index.html"
 OWNED = {"tables": (".md", ".html"), "figures": (".svg",)}
-# Further chapters of the page, after the figures of results.
-PARTS: tuple[Callable[[], Part], ...] = ()
 
 
-def build_report(bench: str | Path, runs: str | Path | None, out: str | Path) -> Path:
-    """Write the report of all results into a folder, in place of a former report there; the page's path."""
+def build_report(
+    bench: str | Path, runs: str | Path | None, out: str | Path, further: Sequence[Part] = ()
+) -> Path:
+    """Write the report of all results into a folder, in place of a former report there; the page's path.
+
+    further: chapters of the page after the figures of results.
+    """
     out = Path(out)
     former = _former(out)
-    files = report_files(read_results(bench, runs))
+    files = report_files(read_results(bench, runs), further)
     for path in former:
         path.unlink()
     for name, text in files.items():
@@ -32,7 +35,7 @@ def build_report(bench: str | Path, runs: str | Path | None, out: str | Path) ->
     return out / PAGE
 
 
-def report_files(results: Results) -> dict[str, str]:
+def report_files(results: Results, further: Sequence[Part] = ()) -> dict[str, str]:
     """The files of the report by their names; the same results give the same bytes."""
     chapters = {title: [table(results) for table in tables] for title, tables in TABLES.items()}
     drawings = [figure(results) for figure in FIGURES]
@@ -40,7 +43,7 @@ def report_files(results: Results) -> dict[str, str]:
     parts = [
         claims_part(findings),
         figures_part(drawings),
-        *(part() for part in PARTS),
+        *further,
         *(tables_part(title, tables) for title, tables in chapters.items()),
         sources_part(results),
     ]
