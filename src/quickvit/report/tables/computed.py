@@ -33,22 +33,22 @@ def compute_scaling(_: Results) -> Table:
         vit, octic = (model_cost(Variant(family, size, shape.patch)) for family in ("vit", "d8"))
         rows.append(
             (
-                *(shape.label, str(dims.embed_dim), depth, str(dims.mlp_dim), str(dims.num_heads)),
-                *(written(vit.macs / 1e9, 1), written(octic.macs / 1e9, 1)),
-                *(times(vit.macs / octic.macs), times(quoted["flops"])),
-                *(written(vit.parameters / 1e6, 1), written(octic.parameters / 1e6, 1)),
+                *(shape.label, times(vit.macs / octic.macs), times(quoted["flops"])),
                 times(vit.parameters / octic.parameters),
+                *(written(vit.macs / 1e9, 1), written(octic.macs / 1e9, 1)),
+                *(written(vit.parameters / 1e6, 1), written(octic.parameters / 1e6, 1)),
+                *(str(dims.embed_dim), depth, str(dims.mlp_dim), str(dims.num_heads)),
             )
         )
     return Table(
         "compute-scaling",
         "Compute scaling",
         (
-            *map(Column, ("model", "width", "depth", "MLP", "heads")),
-            *(Column("ViT GMACs", FORMULA), Column("d8 GMACs", FORMULA)),
-            *(Column("fewer FLOPs", FORMULA), Column("fewer FLOPs", PAPER)),
-            *(Column("ViT parameters (M)", FORMULA), Column("d8 parameters (M)", FORMULA)),
+            *(Column("model"), Column("fewer FLOPs", FORMULA), Column("fewer FLOPs", PAPER)),
             Column("fewer parameters", FORMULA),
+            *(Column("ViT GMACs", FORMULA), Column("d8 GMACs", FORMULA)),
+            *(Column("ViT parameters (M)", FORMULA), Column("d8 parameters (M)", FORMULA)),
+            *map(Column, ("width", "depth", "MLP", "heads")),
         ),
         tuple(rows),
         quotation(paper.SCALING),

@@ -10,7 +10,7 @@ from quickvit.report import paper
 from quickvit.report.paper import Numbers, Quoted
 from quickvit.report.results import Measurement, Results
 from quickvit.report.table import HERE, NOTHING, PAPER, Column, Table
-from quickvit.report.tables.beside import Line, family_name, lines, quotation, sources, times
+from quickvit.report.tables.beside import family_name, lines, quotation, sources, times
 from quickvit.report.tables.computed import paper_shape
 
 SIZES = "large huge giant e 22b"
@@ -29,15 +29,15 @@ def forward_speed(results: Results) -> Table:
         "forward-speed",
         "Inference speed",
         (
-            *(Column("model"), Column("family"), PLACE),
-            *(Column("images/s", HERE), Column("images/s", PAPER)),
+            *(Column("model"), Column("family")),
             *(Column("speed-up", HERE), Column("speed-up", PAPER)),
+            *(Column("images/s", HERE), Column("images/s", PAPER), PLACE),
         ),
         tuple(
             (
-                *_model(line),
-                *(line.here("images_per_s"), line.paper("images_per_s", 0)),
+                *(line.key[0], family_name(line.key[1])),
                 *(times(line.here("ratio", 2)), times(line.paper("ratio", 2))),
+                *(line.here("images_per_s"), line.paper("images_per_s", 0), line.place),
             )
             for line in found
         ),
@@ -60,15 +60,15 @@ def memory(results: Results) -> Table:
         "memory",
         "Peak memory of inference",
         (
-            *(Column("model"), Column("family"), PLACE),
-            *(Column("MiB", HERE), Column("MB", PAPER)),
+            *(Column("model"), Column("family")),
             *(Column("saving", HERE), Column("saving", PAPER)),
+            *(Column("MiB", HERE), Column("MB", PAPER), PLACE),
         ),
         tuple(
             (
-                *_model(line),
-                *(line.here("memory_mib", 0), line.paper("memory_mb", 0)),
+                *(line.key[0], family_name(line.key[1])),
                 *(times(line.here("memory_ratio", 2)), times(line.paper("ratio", 2))),
+                *(line.here("memory_mib", 0), line.paper("memory_mb", 0), line.place),
             )
             for line in found
         ),
@@ -90,15 +90,15 @@ def training_speed(results: Results) -> Table:
         "training-speed",
         "Training speed",
         (
-            *(Column("model"), Column("family"), Column("recipe"), PLACE),
-            *(Column("images/s", HERE), Column("images/s", PAPER)),
+            *(Column("model"), Column("family"), Column("recipe")),
             *(Column("speed-up", HERE), Column("speed-up", PAPER)),
+            *(Column("images/s", HERE), Column("images/s", PAPER), PLACE),
         ),
         tuple(
             (
-                *(line.key[1], family_name(line.key[2]), line.key[0], line.place),
-                *(line.here("images_per_s"), line.paper("images_per_s", 0)),
+                *(line.key[1], family_name(line.key[2]), line.key[0]),
                 *(times(line.here("ratio", 2)), times(line.paper("ratio", 2))),
+                *(line.here("images_per_s"), line.paper("images_per_s", 0), line.place),
             )
             for line in found
         ),
@@ -120,23 +120,25 @@ def linear_layers(results: Results) -> Table:
         for match, measurement, row in _cases(results, LINEAR, "linear")
     )
     found = lines(measured, paper.LINEAR)
-    names = ("intensity", "ms", "tflops_per_s")
+    names = ("ms", "tflops_per_s", "intensity")
     return Table(
         "linear-layers",
         "Linear layers C → 4C",
         (
-            *(Column("layer"), Column("C"), Column("dtype"), PLACE),
+            *(Column("layer"), Column("C"), Column("dtype")),
             *(
                 column
-                for title in ("FLOPs per byte", "ms", "TFLOP/s", "speed-up")
+                for title in ("speed-up", "ms", "TFLOP/s", "FLOPs per byte")
                 for column in (Column(title, HERE), Column(title, PAPER))
             ),
+            PLACE,
         ),
         tuple(
             (
-                *(line.key[0], str(line.key[2]), line.key[1], line.place),
-                *(cell for name in names for cell in (line.here(name), line.paper(name))),
+                *(line.key[0], str(line.key[2]), line.key[1]),
                 *(times(line.here("ratio", 2)), times(line.paper("ratio", 2))),
+                *(cell for name in names for cell in (line.here(name), line.paper(name))),
+                line.place,
             )
             for line in found
         ),
@@ -158,15 +160,15 @@ def gelu(results: Results) -> Table:
         "gelu",
         "GELU and MLP",
         (
-            *(Column("operation"), Column("layer"), Column("C"), PLACE),
-            *(Column("µs", HERE), Column("µs", PAPER)),
+            *(Column("operation"), Column("layer"), Column("C")),
             *(Column("speed-up", HERE), Column("speed-up", PAPER)),
+            *(Column("µs", HERE), Column("µs", PAPER), PLACE),
         ),
         tuple(
             (
-                *(line.key[0], line.key[1], str(line.key[2]), line.place),
-                *(line.here("ms", scale=1e3), line.paper("us", 1)),
+                *(line.key[0], line.key[1], str(line.key[2])),
                 *(times(line.here("ratio", 2)), _paper_ratio(*line.key)),
+                *(line.here("ms", scale=1e3), line.paper("us", 1), line.place),
             )
             for line in found
         ),
@@ -218,8 +220,3 @@ def _paper_inference(ratio: str, number: str) -> Quoted[tuple[str, str]]:
                 rows[model, family] = {number: pair[0], "ratio": better[0] / better[1]}
         rows[label, "d8"] = {"ratio": quoted[ratio]}
     return Quoted("", "", rows)
-
-
-def _model(line: Line[tuple[str, str]]) -> tuple[str, str, str]:
-    model, family = line.key
-    return model, family_name(family), line.place
