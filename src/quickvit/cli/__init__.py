@@ -1,4 +1,4 @@
-"""The command `quickvit`: list, describe, verify, train and time models, embed images, run the demo."""
+"""The command `quickvit`: list, describe, verify, train and time models, embed images, report, run the demo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser, Namespace
 
 from quickvit import __version__
-from quickvit.cli import bench, demo, evaluate, models, train
+from quickvit.cli import bench, demo, evaluate, models, report, train
 from quickvit.cli.command import Command
 
 COMMANDS: dict[str, Command] = {
@@ -19,6 +19,7 @@ COMMANDS: dict[str, Command] = {
     **evaluate.COMMANDS,
     **train.COMMANDS,
     **bench.COMMANDS,
+    **report.COMMANDS,
     **demo.COMMANDS,
 }
 
