@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser
 
 from quickvit import __version__
-from quickvit.cli import bench, demo, evaluate, models, train
+from quickvit.cli import bench, demo, evaluate, explore, models, train
 from quickvit.cli.command import Command
 
 COMMANDS: dict[str, Command] = {
@@ -19,6 +19,7 @@ COMMANDS: dict[str, Command] = {
     **evaluate.COMMANDS,
     **train.COMMANDS,
     **bench.COMMANDS,
+    **explore.COMMANDS,
     **demo.COMMANDS,
 }
 

@@ -1,0 +1,49 @@
+"""Pictures of an HTML page in Debian's Chromium: light, dark, and as wide as a phone.
+
+    python benchmarks/screenshot.py explorer.html docs/explorer [--press rm]
+
+writes docs/explorer-light.png, -dark.png and -phone.png. Keys are pressed before, where the page first has a button.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from browser import open_browser
+
+VIEWS = {"light": (1100, "light"), "dark": (1100, "dark"), "phone": (375, "light")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("page", type=Path)
+    parser.add_argument("prefix")
+    parser.add_argument("--press", default="", help="keys to press")
+    arguments = parser.parse_args()
+    with open_browser() as browser:
+        for name, (width, scheme) in VIEWS.items():
+            metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+            scheme_feature = {"name": "prefers-color-scheme", "value": scheme}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme_feature]})
+            browser.get(arguments.page.resolve().as_uri())
+            if arguments.press:
+                browser.find_element("css selector", "button").send_keys(arguments.press)
+            browser.execute_script("document.activeElement.blur()")
+            browser.execute_async_script("setTimeout(arguments[0], 800)")
+            options = {"captureBeyondViewport": True, "optimizeForSpeed": False}
+            picture = browser.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", **options})
+            path = Path(f"{arguments.prefix}-{name}.png")
+            path.write_bytes(base64.b64decode(picture["data"]))
+            print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
