@@ -16,7 +16,7 @@ from quickvit.models import QuickVisionTransformer
 
 POSES = D8.elements
 SUPERSCRIPTS = str.maketrans("23", "²³")
-TURNED = ("", "turned 90° anti-clockwise", "turned 180°", "turned 90° clockwise")
+TURNED = ("", "a quarter turn", "a half turn", "three quarter turns")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def symbol(g: Element) -> str:
 
 def describe(g: Element) -> str:
     """What an element does to an image."""
-    parts = [TURNED[g.turns], "mirrored left to right" if g.mirror else ""]
+    parts = [TURNED[g.turns], "mirrored" if g.mirror else ""]
     return ", then ".join(part for part in parts if part) or "upright"
 
 
