@@ -41,13 +41,12 @@ def main() -> None:
             if arguments.press:
                 browser.find_element("css selector", "button").send_keys(arguments.press)
             browser.execute_script("document.activeElement.blur()")
-            browser.execute_async_script("setTimeout(arguments[0], 800)")
             options = {"captureBeyondViewport": True, "optimizeForSpeed": False}
             picture = browser.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", **options})
             path = Path(f"{arguments.prefix}-{name}.png")
             # A palette is enough for a page, and makes a small file.
             image = Image.open(BytesIO(base64.b64decode(picture["data"]))).convert("RGB")
-            image.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+            image.quantize(256, kmeans=1, dither=Image.Dither.NONE).save(path, optimize=True)
             print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 

@@ -18,7 +18,6 @@ from quickvit.group import (
     Layout,
     act_on_image,
     isotypic_to_regular,
-    regular_to_isotypic,
 )
 from quickvit.layers import OcticLift, OcticLinear
 from quickvit.models import QuickVisionTransformer
@@ -46,9 +45,8 @@ def draw_blocks(layer: OcticLinear) -> str:
     """The dense matrix of an octic linear layer in the regular basis and in the Fourier basis, where it is blocks."""
     from matplotlib.figure import Figure
 
-    weight = _dense(layer)
+    weight, regular = dense_weight(layer), dense_weight(layer, regular=True)
     group = layer.in_layout.group
-    regular = isotypic_to_regular(regular_to_isotypic(weight, group).T, group).T
     blocks = list(zip(layer.out_layout.blocks, layer.in_layout.blocks, strict=True))
     colours = [COLOURS[group.irreps.index(rows.irrep)] for rows, _ in blocks]
     weights = sum(p.numel() for p in (layer.weight_1, layer.weight_2))
@@ -84,11 +82,15 @@ def draw_blocks(layer: OcticLinear) -> str:
         )
 
 
-def _dense(layer: OcticLinear) -> Tensor:
-    """The matrix [F, C] of a layer without its bias."""
+def dense_weight(layer: OcticLinear, *, regular: bool = False) -> Tensor:
+    """The matrix W [F, C] of a layer without its bias in the packed basis, or Q_reg W Q_regᵀ in the regular one."""
     basis = torch.eye(layer.in_layout.channels, dtype=layer.weight_1.dtype, device=layer.weight_1.device)
     with torch.no_grad():
-        return (layer(basis) - layer(torch.zeros_like(basis))).T.double().cpu()
+        weight = (layer(basis) - layer(torch.zeros_like(basis))).T.double().cpu()
+    if not regular:
+        return weight
+    group = layer.in_layout.group
+    return isotypic_to_regular(isotypic_to_regular(weight, group).T, group).T
 
 
 def _tinted(weight: Tensor, parts: Sequence[tuple[slice, slice, str]]) -> np.ndarray:
