@@ -36,15 +36,16 @@ STYLE: dict[Any, Any] = {
 
 
 @contextmanager
-def drawing() -> Iterator[None]:
-    """The style in which figures are drawn and written."""
+def drawing(width: float, height: float) -> Iterator[Figure]:
+    """An empty figure of so many inches, to be drawn and written within."""
     try:
         from matplotlib import style
+        from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         message = 'figures need matplotlib: pip install "quickvit[report]"'
         raise ModuleNotFoundError(message, name=error.name) from error
     with style.context(["default", STYLE]):
-        yield
+        yield Figure(figsize=(width, height))
 
 
 def to_svg(figure: Figure, label: str) -> str:

@@ -1,7 +1,9 @@
-"""Figures of the symmetry."""
+"""Figures of what the symmetry does to weights, features and answers."""
 
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,15 +11,9 @@ from small_models import small
 
 from quickvit.group import D2, D8, DihedralGroup, act_on_image
 from quickvit.layers import OcticLinear
+from quickvit.report.pose_figure import draw_cayley, draw_predictions
 from quickvit.report.svg import VARIABLES
-from quickvit.report.symmetry_figure import (
-    dense_weight,
-    draw_blocks,
-    draw_cayley,
-    draw_filters,
-    draw_predictions,
-    principal_filters,
-)
+from quickvit.report.weight_figure import dense_weight, draw_blocks, draw_filters, principal_filters
 
 
 def words(svg):
@@ -110,9 +106,25 @@ def test_predictions(exploration):
             assert (name if len(name) <= 12 else f"{name[:11]}…") in found
             assert f"{100 * answers.probabilities[1, pose, label].item():.0f} %" in found
     different = len(set(theirs.labels[1].tolist()))
-    assert f"i8 gives 1; ViT gives {different}" in svg
+    assert f"i8 1, ViT {different}." in svg
 
 
 def test_the_same_numbers_give_the_same_bytes(exploration, layer, octic):
     for draw, subject in ((draw_blocks, layer), (draw_filters, octic), (draw_cayley, exploration)):
         assert draw(subject) == draw(subject)
+
+
+def test_figures_of_larger_groups_and_of_thumbnails(exploration):
+    assert "E3₂" in words(draw_blocks(OcticLinear(32, 16, group=DihedralGroup(16))))
+    large = replace(exploration, images=torch.zeros(2, 3, 224, 224, dtype=torch.uint8))
+    assert len(draw_cayley(large)) < 100_000
+
+
+def test_without_matplotlib(exploration, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "quickvit\[report\]"'):
+        draw_cayley(exploration)
+
+
+def test_a_class_may_look_like_mathematics(exploration):
+    assert "$\\frac$" in words(draw_predictions(replace(exploration, classes=("$\\frac$",) * 3)))
