@@ -1,8 +1,9 @@
 """Pictures of an HTML page in Debian's Chromium: light, dark, and as wide as a phone.
 
-    python benchmarks/screenshot.py explorer.html docs/explorer [--press rm]
+    python benchmarks/screenshot.py explorer.html docs/explorer --image 3 --press rm
 
-writes docs/explorer-light.png, -dark.png and -phone.png. Keys are pressed before, where the page first has a button.
+writes docs/explorer-light.png, -dark.png and -phone.png. In an explorer it first chooses an image and
+presses keys.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def main() -> None:
     )
     parser.add_argument("page", type=Path)
     parser.add_argument("prefix")
+    parser.add_argument("--image", type=int, help="the number of the image")
     parser.add_argument("--press", default="", help="keys to press")
     arguments = parser.parse_args()
     with open_browser() as browser:
@@ -38,8 +40,11 @@ def main() -> None:
             scheme_feature = {"name": "prefers-color-scheme", "value": scheme}
             browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme_feature]})
             browser.get(arguments.page.resolve().as_uri())
+            if arguments.image is not None:
+                choices = browser.find_elements("css selector", "#explorer .images input")
+                browser.execute_script("arguments[0].click()", choices[arguments.image])
             if arguments.press:
-                browser.find_element("css selector", "button").send_keys(arguments.press)
+                browser.find_element("css selector", "#explorer button").send_keys(arguments.press)
             browser.execute_script("document.activeElement.blur()")
             options = {"captureBeyondViewport": True, "optimizeForSpeed": False}
             picture = browser.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", **options})

@@ -120,7 +120,12 @@ def test_all_poses(page, exploration, image):
             for answers in (ours, theirs)
         ]
         assert page.texts(".says") == says
-        assert page.texts(".constancy")[0] == "one answer in all eight poses"
+        for answers, words in zip((ours, theirs), page.texts(".constancy"), strict=True):
+            assert words.startswith("right" if answers.labels[image, pose] == image else "wrong")
+            different = len(set(answers.labels[image].tolist()))
+            assert words.endswith(
+                "one answer in all eight poses" if different == 1 else f"{different} answers in eight poses"
+            )
         marks = [mark.get_attribute("class") == "same" for mark in page.find(".poses .marks i")]
         assert marks[::2] == [True] * 8
         assert marks[1::2] == (theirs.labels[image] == theirs.labels[image, 0]).tolist()

@@ -91,8 +91,8 @@
     const columns = ["", ...KINDS];
     const maps = make("div", { className: "maps" }, ...columns.map((kind) => make("span", {}, kind)));
     const meaning = make("p", { className: "meaning" }, irrep.meaning);
-    const header = make("header", {}, make("h4", {}, name), meaning, matrix);
-    find(".features").append(make("article", { className: "irrep" }, header, maps));
+    const head = make("div", { className: "head" }, make("h4", {}, name), meaning, matrix);
+    find(".features").append(make("article", { className: "irrep" }, head, maps));
     cards[name] = { matrix, maps };
   }
 
@@ -117,7 +117,7 @@
     svg.append(path);
     const meaning = make("p", { className: "meaning" }, "the same pair as an arrow on each patch: it turns with the image");
     find(".features").append(make("article", { className: "irrep" },
-      make("header", {}, make("h4", {}, "E"), meaning), make("div", { className: "arrows" }, picture, svg)));
+      make("div", { className: "head" }, make("h4", {}, "E"), meaning), make("div", { className: "arrows" }, picture, svg)));
     return [picture, path];
   })();
 
@@ -141,8 +141,8 @@
     return Array.from(x, (_, i) => {
       const [dx, dy] = [x[i] / longest, -y[i] / longest];
       const [u, v] = [(i % data.grid) + 0.5 + dx / 2, Math.floor(i / data.grid) + 0.5 + dy / 2];
-      const [left, right] = [point(u - 0.35 * dx - 0.2 * dy, v - 0.35 * dy + 0.2 * dx), point(u - 0.35 * dx + 0.2 * dy, v - 0.35 * dy - 0.2 * dx)];
-      return `M${point(u - dx, v - dy)}L${point(u, v)}M${left}L${point(u, v)}L${right}`;
+      const barb = (side) => point(u - 0.35 * dx - 0.2 * side * dy, v - 0.35 * dy + 0.2 * side * dx);
+      return `M${point(u - dx, v - dy)}L${point(u, v)}M${barb(1)}L${point(u, v)}L${barb(-1)}`;
     }).join("");
   }
 
@@ -181,7 +181,9 @@
       const now = image.answers[model][state.pose], upright = image.answers[model][0];
       const different = new Set(data.poses.map((_, pose) => says(image, model, pose))).size;
       parts.says.textContent = `${image.classes[best(now)]}, ${percent(Math.max(...now))}`;
-      parts.constancy.textContent = different === 1 ? "one answer in all eight poses" : `${different} answers in eight poses`;
+      const right = image.truth && (image.classes[best(now)] === image.truth ? "right, " : "wrong, ");
+      const poses = different === 1 ? "one answer in all eight poses" : `${different} answers in eight poses`;
+      parts.constancy.textContent = right + poses;
       if (parts.image !== image) {
         parts.image = image;
         parts.bars.replaceChildren(...image.classes.map((name) => make("li", {},

@@ -115,7 +115,7 @@ def _arrow(
 
 def draw_predictions(exploration: Exploration, image: int = 0) -> str:
     """An image in its eight poses, and the answers of both models with their confidence."""
-    models, colours = exploration.answers, (ACCENT, ACCENT_2)
+    models, colours = exploration.answers, (ACCENT_2, ACCENT)
     with drawing(8.6, 2.7) as figure:
         pictures, *rows = figure.subplots(1 + len(models), len(POSES), height_ratios=(1, 0.55, 0.55))
         figure.subplots_adjust(left=0.08, right=0.995, top=0.9, bottom=0.02, wspace=0.09, hspace=0.12)
