@@ -98,6 +98,7 @@ def test_other_octic_families(family, baseline, images):
         ({"classes": ["cat"]}, "i8 tells 3 classes apart, but 1 names are given"),
         ({"images": []}, "at least one image"),
         ({"targets": [1]}, "2 images but 1 targets"),
+        ({"targets": [1, 3]}, "from 0 to 2, or -1 if it is not known; got 3"),
         ({"channels": 0}, "channels must be at least 1, got 0"),
     ],
 )

@@ -4,15 +4,17 @@ import base64
 import io
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from small_models import CLASSES
 
 from quickvit.group import D8
 from quickvit.report import explorer
-from quickvit.report.exploration import POSES
+from quickvit.report.exploration import POSES, Answers
 from quickvit.report.explorer import explorer_fragment, explorer_page
 
 
@@ -57,11 +59,33 @@ def test_answers(data, exploration):
     np.testing.assert_allclose(found[1], exploration.answers[1].probabilities[1].numpy(), atol=1e-4)
 
 
-def test_of_many_classes_the_likeliest_are_shown(exploration, monkeypatch):
-    monkeypatch.setattr(explorer, "SHOWN_CLASSES", 2)
-    image = explorer._image(exploration, 0)
-    highest = [max(answers.probabilities[0, :, i].max() for answers in exploration.answers) for i in range(3)]
-    assert CLASSES[int(np.argmin(highest))] not in image["classes"]
+def test_of_many_classes_all_answers_and_the_likeliest_are_shown(exploration):
+    random = torch.Generator().manual_seed(0)
+    probabilities = [torch.rand(2, 8, 40, generator=random) ** 20 for _ in range(2)]
+    # One of the answers is no likelier than what many others are elsewhere.
+    probabilities[1][0, 3] = 0.001
+    probabilities[1][0, 3, 7] = 0.002
+    found = tuple(
+        Answers(name, p / p.sum(-1, keepdim=True)) for name, p in zip("ab", probabilities, strict=True)
+    )
+    names = tuple(map(str, range(40)))
+    image = explorer._image(replace(exploration, classes=names, targets=(11, -1), answers=found), 0)
+    assert {"7", "11"} <= set(image["classes"])
+    for model, answers in enumerate(found):
+        for pose, label in enumerate(answers.labels[0].tolist()):
+            assert image["classes"][image["labels"][model][pose]] == str(label)
+    assert len(image["classes"]) < 20
+
+
+def test_of_few_answers_the_likeliest_others_are_shown(exploration):
+    sure = torch.full((2, 8, 40), 0.001)
+    sure[..., 3], sure[..., 9] = 0.9, 0.05
+    found = (Answers("a", sure), Answers("b", sure))
+    image = explorer._image(
+        replace(exploration, classes=tuple(map(str, range(40))), targets=(3, 3), answers=found), 0
+    )
+    assert len(image["classes"]) == explorer.SHOWN_CLASSES
+    assert {"3", "9"} <= set(image["classes"])
 
 
 def test_a_class_cannot_leave_the_script(fragment):

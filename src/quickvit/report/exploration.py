@@ -66,9 +66,8 @@ class Exploration:
         """
         worst = 0.0
         for copy, maps in zip(self.copies, self.features, strict=True):
-            for index, g in enumerate(POSES):
-                difference = (maps[:, index] - act_on_copy(maps[:, 0], copy.irrep, g)).abs().max()
-                worst = max(worst, (difference / maps.abs().max()).item())
+            moved = torch.stack([act_on_copy(maps[:, 0], copy.irrep, g) for g in POSES], dim=1)
+            worst = max(worst, ((maps - moved).abs().max() / maps.abs().max().clamp(min=1e-30)).item())
         return worst
 
 
@@ -106,6 +105,11 @@ def explore(
     targets = [-1] * len(images) if targets is None else targets
     if len(targets) != len(images):
         raise ValueError(f"there are {len(images)} images but {len(targets)} targets")
+    for target in targets:
+        if not -1 <= target < len(classes):
+            raise ValueError(
+                f"a target is from 0 to {len(classes) - 1}, or -1 if it is not known; got {target}"
+            )
     if channels < 1:
         raise ValueError(f"channels must be at least 1, got {channels}")
 
@@ -149,9 +153,6 @@ def describe(g: Element) -> str:
 def _require_octic(model: nn.Module) -> QuickVisionTransformer:
     if not isinstance(model, QuickVisionTransformer) or model.group != D8:
         raise ValueError(f"only features of i8, h8 and d8 turn with the image; got {_name(model)}")
-    height, width = model.img_size
-    if height != width:
-        raise ValueError(f"images must be square to be turned; the model takes {height}×{width} pixels")
     return model.eval()
 
 
@@ -162,10 +163,9 @@ def _name(model: nn.Module) -> str:
 def _poses(model: nn.Module, image: Image.Image) -> Tensor:
     """An image in its eight poses, as a model sees them, [8, 3, S, S]."""
     pixels = preprocessing(model)(image)
-    if pixels.shape[-2] != pixels.shape[-1]:
-        raise ValueError(
-            f"images must be square to be turned; {_name(model)} takes {tuple(pixels.shape[-2:])}"
-        )
+    _, height, width = pixels.shape
+    if height != width:
+        raise ValueError(f"images must be square to be turned; {_name(model)} takes {height}×{width} pixels")
     device = next(model.parameters()).device
     return torch.stack([act_on_image(pixels, g) for g in POSES]).to(device)
 

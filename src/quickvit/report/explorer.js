@@ -16,8 +16,7 @@
   }
 
   const percent = (p) => `${Math.round(100 * p)} %`;
-  const best = (probabilities) => probabilities.indexOf(Math.max(...probabilities));
-  const says = (image, model, pose) => image.classes[best(image.answers[model][pose])];
+  const says = (image, model, pose) => image.classes[image.labels[model][pose]];
 
   // ------------------------------------------------------------------ the representation
 
@@ -81,7 +80,8 @@
       constancy: make("p", { className: "constancy" }),
       bars: make("ul", { className: "bars" }),
     };
-    find(".answers").append(make("section", { className: "answer" }, make("h4", {}, name), ...Object.values(parts)));
+    const heading = make("h4", {}, name);
+    find(".answers").append(make("section", { className: "answer" }, heading, ...Object.values(parts)));
     return parts;
   });
 
@@ -107,6 +107,7 @@
   }));
 
   // The first pair of E once more, as arrows on the image that they turn with.
+  const firstPair = data.copies.findIndex(({ channels }) => channels.length === 2);
   const [arrowImage, arrows] = (() => {
     const picture = make("img", { alt: "" });
     const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
@@ -115,9 +116,10 @@
     svg.setAttribute("role", "img");
     svg.setAttribute("aria-label", "the pair of E as an arrow on each patch");
     svg.append(path);
-    const meaning = make("p", { className: "meaning" }, "the same pair as an arrow on each patch: it turns with the image");
-    find(".features").append(make("article", { className: "irrep" },
-      make("div", { className: "head" }, make("h4", {}, "E"), meaning), make("div", { className: "arrows" }, picture, svg)));
+    const words = "the same pair as an arrow on each patch: it turns with the image";
+    const head = make("div", { className: "head" }, make("h4", {}, "E"), make("p", { className: "meaning" }, words));
+    const field = make("div", { className: "arrows" }, picture, svg);
+    find(".features").append(make("article", { className: "irrep" }, head, field));
     return [picture, path];
   })();
 
@@ -130,13 +132,16 @@
   function paint(canvas, values) {
     const context = canvas.getContext("2d");
     const pixels = context.createImageData(data.grid, data.grid);
-    values.forEach((value, i) => pixels.data.set([...colours[+(value > 0)], 255 * Math.abs(value) ** 0.7], 4 * i));
+    values.forEach((value, i) => {
+      // Less than proportional, so that small values are seen too.
+      pixels.data.set([...colours[+(value > 0)], 255 * Math.abs(value) ** 0.7], 4 * i);
+    });
     context.putImageData(pixels, 0, 0);
   }
 
   /** Arrows (x to the right, y upwards) on the patches, as the path of an SVG. */
   function arrowPath(x, y) {
-    const longest = Math.max(...x.map((_, i) => Math.hypot(x[i], y[i])));
+    const longest = Math.max(...x.map((_, i) => Math.hypot(x[i], y[i]))) || 1;
     const point = (u, v) => `${u.toFixed(3)} ${v.toFixed(3)}`;
     return Array.from(x, (_, i) => {
       const [dx, dy] = [x[i] / longest, -y[i] / longest];
@@ -179,20 +184,22 @@
   function showAnswers(image) {
     answers.forEach((parts, model) => {
       const now = image.answers[model][state.pose], upright = image.answers[model][0];
-      const different = new Set(data.poses.map((_, pose) => says(image, model, pose))).size;
-      parts.says.textContent = `${image.classes[best(now)]}, ${percent(Math.max(...now))}`;
-      const right = image.truth && (image.classes[best(now)] === image.truth ? "right, " : "wrong, ");
+      const label = image.labels[model][state.pose];
+      const different = new Set(image.labels[model]).size;
+      parts.says.textContent = `${image.classes[label]}, ${percent(now[label])}`;
+      const right = image.truth && (image.classes[label] === image.truth ? "right, " : "wrong, ");
       const poses = different === 1 ? "one answer in all eight poses" : `${different} answers in eight poses`;
       parts.constancy.textContent = right + poses;
       if (parts.image !== image) {
         parts.image = image;
         parts.bars.replaceChildren(...image.classes.map((name) => make("li", {},
           make("span", { className: "name", title: name }, name),
-          make("span", { className: "track" }, make("span", { className: "bar" }), make("span", { className: "upright" })),
+          make("span", { className: "track" },
+            make("span", { className: "bar" }), make("span", { className: "upright" })),
           make("span", { className: "percent" }))));
       }
       [...parts.bars.children].forEach((item, i) => {
-        item.className = i === best(now) ? "best" : "";
+        item.className = i === label ? "best" : "";
         item.querySelector(".bar").style.width = `${100 * now[i]}%`;
         item.querySelector(".upright").style.left = `calc(${100 * upright[i]}% - 1px)`;
         item.querySelector(".percent").textContent = percent(now[i]);
@@ -212,15 +219,15 @@
         const shown = [upright[component], predicted[component], actual[component], difference];
         shown.forEach((values, i) => paint(canvases[i], values));
       });
-      if (actual.length === 2) arrows.setAttribute("d", arrowPath(...actual));
+      if (copy === firstPair) arrows.setAttribute("d", arrowPath(...actual));
     });
     for (const [name, { matrix }] of Object.entries(cards)) {
       matrix.innerHTML = matrixMarkup(data.irreps[name].matrices[state.pose]);
     }
-    const step = 1 / data.steps;
-    const words = worst < 4 * step ? "no more than rounding" : "more than rounding: these features do not follow the image";
+    const rounding = worst < 4 / data.steps;
+    const words = rounding ? "no more than rounding" : "more than rounding: these features do not follow the image";
     find(".difference").replaceChildren(
-      "Largest difference on this page: ", make("b", {}, worst.toFixed(5)), ` of the largest value, ${words}.`);
+      "Largest difference: ", make("b", {}, worst.toFixed(5)), ` of the largest value, ${words}.`);
   }
 
   /** A matrix of whole numbers in MathML. */
@@ -241,7 +248,9 @@
   }
 
   const act = (what) => show({ pose: what === "e" ? 0 : data.then[what][state.pose] });
-  for (const button of root.querySelectorAll("button")) button.addEventListener("click", () => act(button.dataset.do));
+  for (const button of root.querySelectorAll("button")) {
+    button.addEventListener("click", () => act(button.dataset.do));
+  }
   root.addEventListener("keydown", (event) => {
     const what = { r: "r", m: "s", u: "e" }[event.key.toLowerCase()];
     if (!what || event.ctrlKey || event.metaKey || event.altKey) return;

@@ -77,18 +77,27 @@ def _image(exploration: Exploration, number: int) -> dict[str, Any]:
     """One image: its pixels, features and answers."""
     target = exploration.targets[number]
     answers = torch.stack([answers.probabilities[number] for answers in exploration.answers])
-    likeliest = answers.amax((0, 1)).topk(min(SHOWN_CLASSES, answers.shape[-1])).indices.sort().values
+    labels = answers.argmax(-1)
+    shown = _shown_classes(answers, {*labels.flatten().tolist(), *([target] if target >= 0 else [])})
     stored = [_quantise(maps[number]) for maps in exploration.features]
     return {
         "source": _data_url(exploration.images[number]),
         "truth": exploration.classes[target] if target >= 0 else "",
-        "classes": [exploration.classes[label] for label in likeliest.tolist()],
+        "classes": [exploration.classes[label] for label in shown],
+        "labels": [[shown.index(label) for label in model] for model in labels.tolist()],
         "answers": [
-            [[round(p, 4) for p in pose] for pose in model] for model in answers[..., likeliest].tolist()
+            [[round(p, 4) for p in pose] for pose in model] for model in answers[..., shown].tolist()
         ],
         "features": [base64.b64encode(values).decode() for values, _ in stored],
         "scales": [scale for _, scale in stored],
     }
+
+
+def _shown_classes(answers: Tensor, needed: set[int]) -> list[int]:
+    """The needed classes and the likeliest others, at least `SHOWN_CLASSES` if there are so many, in their order."""
+    likeliest = answers.amax((0, 1)).argsort(descending=True).tolist()
+    others = [label for label in likeliest if label not in needed]
+    return sorted([*needed, *others[: max(0, SHOWN_CLASSES - len(needed))]])
 
 
 def _quantise(maps: Tensor) -> tuple[bytes, float]:
@@ -112,7 +121,7 @@ def _data_url(pixels: Tensor) -> str:
 def _meaning(irrep: Irrep) -> str:
     """How channels of this type change, from the matrices of the generators."""
     if irrep.dim > 1:
-        return "two channels that turn into each other, like the coordinates of an arrow"
+        return "pairs of channels that turn as arrows do"
     changing = [
         word for word, ((sign,),) in (("quarter turns", irrep.r), ("mirrorings", irrep.s)) if sign < 0
     ]

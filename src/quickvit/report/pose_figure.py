@@ -36,13 +36,12 @@ def draw_cayley(exploration: Exploration, image: int = 0) -> str:
     """
     names = [copy.irrep.name for copy in exploration.copies]
     invariant, arrows = (exploration.features[names.index(name)][image] for name in ("A1", "E"))
-    values = invariant[:, 0] / invariant.abs().max()
-    arrows = arrows / arrows.norm(dim=1).max()
+    values, arrows = (maps / maps.norm(dim=1).max().clamp(min=1e-30) for maps in (invariant, arrows))
     with drawing(*DIAGRAM) as figure:
         for index, g in enumerate(POSES):
             left, bottom = _place(g)
             below = figure.add_axes((left, bottom, SIDE, RISE))
-            _draw_features(below, values[index], arrows[index])
+            _draw_features(below, values[index, 0], arrows[index])
             above = figure.add_axes((left, bottom + RISE + GAP / 2, SIDE, RISE))
             above.imshow(_pose(exploration, image, g), interpolation="none")
             above.set_title(symbol(g), size=13, style="italic", pad=4)
@@ -84,7 +83,7 @@ def _draw_generators(figure: Figure) -> None:
         else:
             # The way round: above the rotations, below their mirror images.
             edge = bottom - GAP if g.mirror else bottom + 2 * RISE + HEADING + GAP
-            _arrow(figure, (left + SIDE / 2, edge), (x + SIDE / 2, edge), ACCENT, "-|>", bend=0.05)
+            _arrow(figure, (left + SIDE / 2, edge), (x + SIDE / 2, edge), ACCENT, bend=0.05)
         if not g.mirror:
             x, y = _place(D8.product(MIRROR, g))
             end = (x + SIDE / 2, y + 2 * RISE + HEADING + GAP)

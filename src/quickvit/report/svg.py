@@ -62,6 +62,8 @@ def to_svg(figure: Figure, label: str) -> str:
     text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text))
     text = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", text)
+    # Hundredths of a point cannot be told apart, and hundreds of arrows have many of them.
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
     for stand_in, variable in VARIABLES.items():
         text = text.replace(stand_in, variable)
     width, height = figure.get_size_inches()
