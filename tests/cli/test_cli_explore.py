@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from quickvit import save_checkpoint
+from quickvit.cli.explore import _evenly
+from quickvit.data import Sample, Unreadable
 from quickvit.models import create_model
 from quickvit.models.checkpoints import save_weights
 from quickvit.models.standard import standard_config
@@ -51,3 +53,32 @@ def test_mistakes(run, models, monkeypatch, options, message):
     code, _, err = run("explore", *options)
     assert code == 2
     assert message in err
+
+
+class Holey:
+    """A source of ten samples, of which some cannot be read."""
+
+    name = "holey"
+
+    def __init__(self, *unreadable):
+        self.unreadable = unreadable
+
+    def __len__(self):
+        return 10
+
+    def read(self, index):
+        if index in self.unreadable:
+            raise Unreadable(str(index), "broken")
+        return Sample(None, index)
+
+
+@pytest.mark.parametrize(
+    ("unreadable", "found"), [((), [0, 3, 6]), ((0, 3, 4), [1, 5, 6]), ((6, 7, 8), [0, 3, 9])]
+)
+def test_images_are_taken_at_even_distances(unreadable, found):
+    assert [sample.target for sample in _evenly(Holey(*unreadable), 3)] == found
+
+
+def test_too_many_unreadable_images():
+    with pytest.raises(ValueError, match="only 2 of the images of holey"):
+        _evenly(Holey(6, 7, 8, 9), 3)
