@@ -25,6 +25,7 @@ from quickvit.layers import (
     OcticDropout,
     OcticInvariant,
     OcticLift,
+    OcticLinear,
     OcticPosition,
     Pending,
     StandardBlock,
@@ -83,6 +84,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
     pos_grid: side of the square grid on which positions are learned; the image's own by default.
     lift: "octic", or "free" for the paper's ablation without symmetry in the patch embedding (h8 and h2).
     released_norm: the layer norm that the authors' released weights were trained with.
+    released_init: octic weights start with the standard deviation 0.02 of standard ones, as in the released code,
+        instead of one that gives their outputs the same variance.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         mask_token: bool = False,
         pos_grid: int | None = None,
         released_norm: bool = False,
+        released_init: bool = False,
     ) -> None:
         config = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -194,6 +198,10 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         self.head = nn.Linear(embed_dim, num_classes) if num_classes else nn.Identity()
         for module in (*self.blocks[octic_depth:], self.head):
             module.apply(_init_standard)
+        if released_init:
+            for module in self.blocks.modules():
+                if isinstance(module, OcticLinear):
+                    module.reset_parameters(matched=False)
 
     # ------------------------------------------------------------------ timm's contract
 
