@@ -1,8 +1,13 @@
-"""Results that nobody measured."""
+"""Results that nobody measured; a small i8 and a small ViT, and what they make of two images."""
 
 import json
 
+import numpy as np
 import pytest
+from PIL import Image
+from small_models import CLASSES, small
+
+from quickvit.report.exploration import explore
 
 POSES = {"upright": 0.0, "90°": -30.0, "random quarter turn": -20.0, "45°": -25.0}
 SURROUNDINGS = {
@@ -71,3 +76,28 @@ def add_bench(bench):
         return path
 
     return add
+
+
+@pytest.fixture(scope="session")
+def octic():
+    return small("quickvit_i8_tiny_patch16_224")
+
+
+@pytest.fixture(scope="session")
+def baseline():
+    return small("baseline_tiny_patch16_224")
+
+
+@pytest.fixture(scope="session")
+def images():
+    """Squares of random colours: no pose of them looks like another."""
+    random = np.random.default_rng(0)
+    return [
+        Image.fromarray(random.integers(0, 256, (4, 4, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1))
+        for _ in range(2)
+    ]
+
+
+@pytest.fixture(scope="session")
+def exploration(octic, baseline, images):
+    return explore(octic, baseline, images, CLASSES, [0, 1])

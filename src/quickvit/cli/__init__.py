@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser, Namespace
 
 from quickvit import __version__
-from quickvit.cli import bench, demo, evaluate, models, report, train
+from quickvit.cli import bench, demo, evaluate, explore, models, report, train
 from quickvit.cli.command import Command
 
 COMMANDS: dict[str, Command] = {
@@ -20,6 +20,7 @@ COMMANDS: dict[str, Command] = {
     **train.COMMANDS,
     **bench.COMMANDS,
     **report.COMMANDS,
+    **explore.COMMANDS,
     **demo.COMMANDS,
 }
 
