@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from quickvit import __version__
 from quickvit.cli import bench, demo, evaluate, explore, models, report, train
-from quickvit.cli.command import Command
+from quickvit.cli.command import Command, Parser
 
 COMMANDS: dict[str, Command] = {
     **models.COMMANDS,
@@ -49,7 +49,7 @@ def parse(argv: Sequence[str]) -> tuple[Command, Namespace]:
         _overview().parse_args(argv)
     name, *rest = argv
     command = COMMANDS[name]
-    parser = ArgumentParser(prog=f"quickvit {name}", description=command.run.__doc__)
+    parser = Parser(prog=f"quickvit {name}", description=command.run.__doc__)
     command.add_arguments(parser)
     arguments = parser.parse_args(rest)
     arguments.command_line = shlex.join(["quickvit", *argv])
@@ -67,8 +67,8 @@ def _spelled(argv: Sequence[str]) -> Sequence[str]:
 
 def _overview() -> ArgumentParser:
     """The parser of command lines that call no command: for --help, --version and mistakes."""
-    parser = ArgumentParser(prog="quickvit", description=__doc__, version=__version__)
+    parser = Parser(prog="quickvit", description=__doc__, version=__version__)
     subcommands = parser.add_subcommands()
     for name, command in COMMANDS.items():
-        subcommands.add_subcommand(name, ArgumentParser(), help=command.run.__doc__)
+        subcommands.add_subcommand(name, Parser(), help=command.run.__doc__)
     return parser

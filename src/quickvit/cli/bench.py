@@ -14,7 +14,7 @@ from quickvit.bench.timing import COMPILE, measure_ceilings
 from quickvit.bench.tune import Tuned, require_gpu
 from quickvit.bench.tune import tune as search_tiles
 from quickvit.cli.build import choose_device
-from quickvit.cli.command import Command
+from quickvit.cli.command import Command, Parser
 from quickvit.cli.output import NOTHING, print_json, print_table
 from quickvit.ops.tiles import store
 
@@ -107,7 +107,7 @@ def _add_tuning(parser: ArgumentParser) -> None:
 def _add_benchmarks(parser: ArgumentParser) -> None:
     subcommands = parser.add_subcommands()
     for name, benchmark in suite.BENCHMARKS.items():
-        inner = ArgumentParser(description=benchmark.run.__doc__)
+        inner = Parser(description=benchmark.run.__doc__)
         for option, (names, settings) in BENCH_OPTIONS.items():
             if name in names:
                 inner.add_argument(option, **settings)

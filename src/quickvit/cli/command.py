@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
+
+
+class Parser(ArgumentParser):
+    """A parser of options that are written out: an abbreviation would change its meaning with the next option."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
 
 class Command(NamedTuple):

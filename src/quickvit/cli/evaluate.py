@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from quickvit.cli import accuracy, protocols, rotation
 from quickvit.cli.build import build, choose_device, parse_size
-from quickvit.cli.command import Command
+from quickvit.cli.command import Command, Parser
 from quickvit.cli.output import NOTHING, print_json, print_table
 from quickvit.data import find_images, input_size
 from quickvit.evaluate import embed_images, verify_symmetry
@@ -112,7 +112,7 @@ def evaluate(arguments: Namespace) -> int:
 def _add_evaluations(parser: ArgumentParser) -> None:
     subcommands = parser.add_subcommands()
     for name, command in EVALUATIONS.items():
-        inner = ArgumentParser(description=command.run.__doc__)
+        inner = Parser(description=command.run.__doc__)
         command.add_arguments(inner)
         subcommands.add_subcommand(name, inner, help=command.run.__doc__)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from quickvit.cli.build import choose_device
-from quickvit.cli.command import Command
+from quickvit.cli.command import Command, Parser
 from quickvit.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _add_train(parser: ArgumentParser) -> None:
         inner = _recipe_parser(recipe.config)
         inner.add_class_arguments(SlurmConfig, "slurm")
         subcommands.add_subcommand(name, inner, help=recipe.config.__doc__)
-    inner = ArgumentParser(description=_replay.__doc__)
+    inner = Parser(description=_replay.__doc__)
     inner.add_argument("capture", help="folder below RUN/captured")
     inner.add_argument("--rank", type=int, default=0, help="whose batch")
     inner.add_argument("--device", help="cuda where there is one, else cpu")
@@ -95,7 +95,7 @@ def _add_train(parser: ArgumentParser) -> None:
 
 
 def _recipe_parser(config: type[Any]) -> ArgumentParser:
-    parser = ArgumentParser(description=config.__doc__)
+    parser = Parser(description=config.__doc__)
     parser.add_argument("--config", action="config", help="YAML or JSON file with any of the options below")
     parser.add_class_arguments(config)
     return parser
