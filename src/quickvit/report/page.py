@@ -10,9 +10,9 @@ from importlib.resources import files
 
 from quickvit.group import D8
 from quickvit.report.claims import Claim
-from quickvit.report.figures import Drawing, inline
 from quickvit.report.results import Results
 from quickvit.report.rules import Finding, Verdict
+from quickvit.report.svg import Drawing
 from quickvit.report.table import LEGEND, Table, commands_html, html, sources_html, unique
 from quickvit.report.tables.beside import times
 
@@ -97,8 +97,8 @@ def figures_part(drawings: Iterable[Drawing]) -> Part:
 
 
 def _figure(drawing: Drawing) -> str:
-    panels = "".join(inline(name, svg) for name, svg in drawing.files.items())
-    picture = f'<div class="panels">\n{panels}</div>\n' if panels else '<p class="empty">not run</p>\n'
+    panels = "\n".join(drawing.panels)
+    picture = f'<div class="panels">\n{panels}\n</div>\n' if panels else '<p class="empty">not run</p>\n'
     wide = ' class="wide"' if len(drawing.panels) > 1 else ""
     return (
         f'<figure id="{drawing.id}"{wide}>\n<h3>{escape(drawing.title)}</h3>\n{picture}'

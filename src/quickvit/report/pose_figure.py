@@ -10,7 +10,7 @@ from torchvision.transforms.functional import resize
 
 from quickvit.group import D8, Element, act_on_image
 from quickvit.report.exploration import POSES, Exploration, symbol
-from quickvit.report.svg import ACCENT, ACCENT_2, INK, LINE, MUTED, drawing, to_svg
+from quickvit.report.svg import ACCENT, ACCENT_2, INK, LINE, MUTED, canvas, to_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,7 @@ def draw_cayley(exploration: Exploration, image: int = 0) -> str:
     names = [copy.irrep.name for copy in exploration.copies]
     invariant, arrows = (exploration.features[names.index(name)][image] for name in ("A1", "E"))
     values, arrows = (maps / maps.norm(dim=1).max().clamp(min=1e-30) for maps in (invariant, arrows))
-    with drawing(*DIAGRAM) as figure:
+    with canvas(*DIAGRAM) as figure:
         for index, g in enumerate(POSES):
             left, bottom = _place(g)
             below = figure.add_axes((left, bottom, SIDE, RISE))
@@ -115,7 +115,7 @@ def _arrow(
 def draw_predictions(exploration: Exploration, image: int = 0) -> str:
     """An image in its eight poses, and the answers of both models with their confidence."""
     models, colours = exploration.answers, (ACCENT_2, ACCENT)
-    with drawing(8.6, 2.7) as figure:
+    with canvas(8.6, 2.7) as figure:
         pictures, *rows = figure.subplots(1 + len(models), len(POSES), height_ratios=(1, 0.55, 0.55))
         figure.subplots_adjust(left=0.08, right=0.995, top=0.9, bottom=0.02, wspace=0.09, hspace=0.12)
         for axes, g in zip(pictures, POSES, strict=True):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -35,21 +36,40 @@ STYLE: dict[Any, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """A figure of the report: an SVG for each panel, none if nothing was measured that it could show."""
+
+    id: str
+    title: str
+    caption: str
+    panels: tuple[str, ...]
+    commands: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The panels by the names of their files."""
+        return {f"{self.id}-{i}": svg for i, svg in enumerate(self.panels, 1)}
+
+
 @contextmanager
-def drawing(width: float, height: float) -> Iterator[Figure]:
-    """An empty figure of so many inches, to be drawn and written within."""
+def canvas(width: float, height: float, more: Mapping[str, Any] | None = None) -> Iterator[Figure]:
+    """An empty figure of so many inches, to be drawn and written within; `more` is matplotlib's style on top."""
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         message = 'figures need matplotlib: pip install "quickvit[report]"'
         raise ModuleNotFoundError(message, name=error.name) from error
-    with style.context(["default", STYLE]):
+    with style.context(["default", {**STYLE, **(more or {})}]):
         yield Figure(figsize=(width, height))
 
 
 def to_svg(figure: Figure, label: str) -> str:
-    """A figure as an SVG element for a page; `label` says to readers who do not see it what it shows."""
+    """A figure as an SVG element for a page; `label` says to readers who do not see it what it shows.
+
+    Figures of different labels may stand on the same page: no name in one is a name in the other.
+    """
     from matplotlib import rc_context
 
     file = io.StringIO()

@@ -12,7 +12,7 @@ from torch import Tensor
 from quickvit.group import Block, DihedralGroup, Irrep, isotypic_to_regular
 from quickvit.layers import OcticLift, OcticLinear
 from quickvit.models import QuickVisionTransformer
-from quickvit.report.svg import drawing, to_svg
+from quickvit.report.svg import canvas, to_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def draw_blocks(layer: OcticLinear) -> str:
         "regular basis": f"{weight.numel():,} products for each token",
         "Fourier basis": f"{fewer_weights:.3g}× fewer weights, {fewer_products:.3g}× fewer products",
     }
-    with drawing(8.6, 4.3) as figure:
+    with canvas(8.6, 4.3) as figure:
         left, right = figure.subplots(1, 2)
         figure.subplots_adjust(left=0.02, right=0.98, top=0.86, bottom=0.13, wspace=0.22)
         left.imshow(_tinted(regular, [(slice(None), slice(None), GREY)]), interpolation="none")
@@ -114,7 +114,7 @@ def draw_filters(model: QuickVisionTransformer) -> str:
     """The first principal components of the lift's filters, for each component of each irrep."""
     filters = principal_filters(model)
     colours = [_colour(model.group, irrep) for irrep in model.group.irreps for _ in range(irrep.dim)]
-    with drawing(8.6, 0.55 + 8.2 / len(filters)) as figure:
+    with canvas(8.6, 0.55 + 8.2 / len(filters)) as figure:
         grid = figure.subplots(1, len(filters))
         for axes, colour, (name, components) in zip(grid, colours, filters.items(), strict=True):
             axes.imshow(_mosaic(components), interpolation="none")
