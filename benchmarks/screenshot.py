@@ -2,8 +2,8 @@
 
     python benchmarks/screenshot.py explorer.html docs/explorer --image 3 --press rm
 
-writes docs/explorer-light.png, -dark.png and -phone.png. In an explorer it first chooses an image and
-presses keys.
+writes docs/explorer-light.png, -dark.png and -phone.png, of the page from the top or from the element `--at` on. In an
+explorer it first chooses an image and presses keys.
 """
 
 from __future__ import annotations
@@ -32,10 +32,17 @@ def main() -> None:
     parser.add_argument("prefix")
     parser.add_argument("--image", type=int, help="the number of the image")
     parser.add_argument("--press", default="", help="keys to press")
+    parser.add_argument("--at", help="id of the element to begin with")
+    parser.add_argument("--height", type=int, default=900, help="in pixels")
     arguments = parser.parse_args()
     with open_browser() as browser:
         for name, (width, scheme) in VIEWS.items():
-            metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+            metrics = {
+                "width": width,
+                "height": arguments.height,
+                "deviceScaleFactor": 1,
+                "mobile": width < 600,
+            }
             browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
             scheme_feature = {"name": "prefers-color-scheme", "value": scheme}
             browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme_feature]})
@@ -46,8 +53,10 @@ def main() -> None:
             if arguments.press:
                 browser.find_element("css selector", "#explorer button").send_keys(arguments.press)
             browser.execute_script("document.activeElement.blur()")
-            options = {"captureBeyondViewport": True, "optimizeForSpeed": False}
-            picture = browser.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", **options})
+            if arguments.at is not None:
+                element = browser.find_element("id", arguments.at)
+                browser.execute_script("arguments[0].scrollIntoView()", element)
+            picture = browser.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
             path = Path(f"{arguments.prefix}-{name}.png")
             # A palette is enough for a page, and makes a small file.
             image = Image.open(BytesIO(base64.b64decode(picture["data"]))).convert("RGB")

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
+from torch import nn
+from tqdm import tqdm
 
+from quickvit.bench.record import surroundings
 from quickvit.cli.arguments import add_data
 from quickvit.cli.build import choose_device, load_model
 from quickvit.cli.command import Command
 from quickvit.data import Sample, Source, Unreadable, open_source
+from quickvit.report.exploration import ask_in_poses, model_name
 from quickvit.report.exploration import explore as explore_images
+from quickvit.report.exploration_file import save_exploration
 from quickvit.report.explorer import explorer_page
+
+# For each image that is shown, so many are looked at to find different classes and answers that change.
+POOL = 16
 
 
 def explore(arguments: Namespace) -> int:
@@ -19,7 +30,11 @@ def explore(arguments: Namespace) -> int:
     device = choose_device(arguments.device)
     model, baseline = (load_model(name).to(device) for name in (arguments.model, arguments.baseline))
     source = open_source(arguments.data, arguments.split)
-    samples = _evenly(source, arguments.images)
+    pool = _pool(source, arguments.images)
+    samples = _diverse(pool, arguments.images)
+    rest = [sample for sample in pool if all(sample is not other for other in samples)]
+    turned = list(islice(_changing(baseline, rest), arguments.changing))
+    samples += turned
     exploration = explore_images(
         model,
         baseline,
@@ -29,31 +44,62 @@ def explore(arguments: Namespace) -> int:
         channels=arguments.channels,
         progress=True,
     )
+    exploration = replace(
+        exploration, chosen=_rule(pool, turned, model_name(baseline)), credit=arguments.credit
+    )
     page = explorer_page(exploration)
     out = Path(arguments.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
+    if arguments.save is not None:
+        save_exploration(exploration, arguments.save, surroundings(device, arguments.command_line))
     print(f"wrote {out}: {len(samples)} images, {len(page) / 1000:.0f} kB; open it in a browser")
     print(f"features follow the image within {exploration.difference:.1e} of their largest value")
     return 0
 
 
-def _evenly(source: Source, count: int) -> list[Sample]:
-    """Samples at even distances, in a folder of different classes; the next one where one cannot be read."""
-    if not 1 <= count <= len(source):
-        raise ValueError(f"--images must be from 1 to the {len(source)} of {source.name}, got {count}")
-    samples: list[Sample] = []
-    index, end = 0, len(source)
-    while len(samples) < count and index < end:
+def _pool(source: Source, images: int) -> list[Sample]:
+    """Samples at even distances, more than are asked for; those that cannot be read are passed over."""
+    if not 1 <= images <= len(source):
+        raise ValueError(f"--images must be from 1 to the {len(source)} of {source.name}, got {images}")
+    count = min(POOL * images, len(source))
+    pool = []
+    for number in range(count):
         try:
-            samples.append(source.read(index))
+            pool.append(source.read(number * len(source) // count))
         except Unreadable:
-            index += 1
             continue
-        index = max(index + 1, len(samples) * end // count)
-    if len(samples) < count:
-        raise ValueError(f"only {len(samples)} of the images of {source.name} that were tried could be read")
-    return samples
+    if len(pool) < images:
+        raise ValueError(f"only {len(pool)} of {count} images of {source.name} that were tried could be read")
+    return pool
+
+
+def _diverse(pool: Sequence[Sample], count: int) -> list[Sample]:
+    """The first sample of each class, or of some classes at even distances; then the first others."""
+    firsts: dict[int, Sample] = {}
+    for sample in pool:
+        firsts.setdefault(sample.target, sample)
+    found = list(firsts.values())
+    if len(found) >= count:
+        return [found[number * len(found) // count] for number in range(count)]
+    others = (sample for sample in pool if sample is not firsts[sample.target])
+    return [*found, *islice(others, count - len(found))]
+
+
+def _changing(baseline: nn.Module, samples: Iterable[Sample]) -> Iterator[Sample]:
+    """The samples that a model does not give the same answer in all poses."""
+    for sample in tqdm(samples, desc="images that change their answer"):
+        labels = ask_in_poses(baseline, sample.image).argmax(-1)
+        if (labels != labels[0]).any():
+            yield sample
+
+
+def _rule(pool: Sized, turned: Sized, baseline: str) -> str:
+    """How the images were chosen, in words."""
+    words = f"Images: first of different classes, among {len(pool)} at even distances"
+    if turned:
+        words += f"; then the first {len(turned)} others that the {baseline} answers differently when they are turned"
+    return f"{words}."
 
 
 def _add_explore(parser: ArgumentParser) -> None:
@@ -62,9 +108,17 @@ def _add_explore(parser: ArgumentParser) -> None:
     add_data(parser)
     parser.add_argument("--split", default="val", help="train, val, test or all")
     parser.add_argument("--images", type=int, default=6, help="how many images to choose from")
+    parser.add_argument(
+        "--changing",
+        type=int,
+        default=2,
+        help="further images, that the baseline answers differently when turned",
+    )
+    parser.add_argument("--credit", default="", help="whose images these are, for the page")
     parser.add_argument("--channels", type=int, default=2, help="channels of each irrep that are shown")
     parser.add_argument("--device", help="cuda where there is one, else cpu")
     parser.add_argument("--out", default="explorer.html", help="page to write")
+    parser.add_argument("--save", help="JSON file to write too, for `quickvit report`")
 
 
 COMMANDS = {"explore": Command(explore, _add_explore)}

@@ -17,13 +17,17 @@ def report(arguments: Namespace) -> int:
         )
     from quickvit.report.build import build_report
 
-    print(build_report(arguments.bench, arguments.runs, arguments.out))
+    print(build_report(arguments.bench, arguments.runs, arguments.out, arguments.explorer))
     return 0
 
 
 def _add_report(parser: ArgumentParser) -> None:
     parser.add_argument("--bench", default="benchmarks", help="folder of what `quickvit bench --out` wrote")
     parser.add_argument("--runs", help="folder of the studies' results; `results` in --bench by default")
+    parser.add_argument(
+        "--explorer",
+        help="file of `quickvit explore --save`; that in folder `explorer` of --bench by default",
+    )
     parser.add_argument("--out", default="report", help="folder to write; a former report there is replaced")
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from quickvit.report.claims import judge
 from quickvit.report.figures import FIGURES
-from quickvit.report.page import GENERATOR, Part, claims_part, figures_part, page, sources_part, tables_part
+from quickvit.report.page import (
+    GENERATOR,
+    claims_part,
+    explorer_part,
+    figures_part,
+    page,
+    sources_part,
+    tables_part,
+)
 from quickvit.report.results import Results, read_results
+from quickvit.report.symmetry import SYMMETRY
 from quickvit.report.table import html, markdown
 from quickvit.report.tables import TABLES
 
@@ -17,15 +25,15 @@ OWNED = {"tables": (".md", ".html"), "figures": (".svg",)}
 
 
 def build_report(
-    bench: str | Path, runs: str | Path | None, out: str | Path, further: Sequence[Part] = ()
+    bench: str | Path, runs: str | Path | None, out: str | Path, explored: str | Path | None = None
 ) -> Path:
     """Write the report of all results into a folder, in place of a former report there; the page's path.
 
-    further: chapters of the page after the figures of results.
+    bench, runs, explored: as `read_results` takes them.
     """
     out = Path(out)
     former = _former(out)
-    files = report_files(read_results(bench, runs), further)
+    files = report_files(read_results(bench, runs, explored))
     for path in former:
         path.unlink()
     for name, text in files.items():
@@ -35,22 +43,27 @@ def build_report(
     return out / PAGE
 
 
-def report_files(results: Results, further: Sequence[Part] = ()) -> dict[str, str]:
+def report_files(results: Results) -> dict[str, str]:
     """The files of the report by their names; the same results give the same bytes."""
     chapters = {title: [table(results) for table in tables] for title, tables in TABLES.items()}
-    drawings = [figure(results) for figure in FIGURES]
+    drawings = {
+        title: [figure(results) for figure in figures]
+        for title, figures in (("Figures", FIGURES), ("Symmetry", SYMMETRY))
+    }
     findings = judge(results)
     parts = [
         claims_part(findings),
-        figures_part(drawings),
-        *further,
+        *(figures_part(title, figures) for title, figures in drawings.items()),
+        explorer_part(results.exploration),
         *(tables_part(title, tables) for title, tables in chapters.items()),
         sources_part(results),
     ]
     files = {PAGE: page(results, findings, parts)}
     for table in (table for tables in chapters.values() for table in tables):
         files |= {f"tables/{table.id}.md": markdown(table), f"tables/{table.id}.html": html(table)}
-    return files | {f"figures/{name}.svg": svg for d in drawings for name, svg in d.files.items()}
+    for drawing in (drawing for figures in drawings.values() for drawing in figures):
+        files |= {f"figures/{name}.svg": f"{svg}\n" for name, svg in drawing.files.items()}
+    return files
 
 
 def _former(out: Path) -> list[Path]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -12,7 +15,10 @@ from tqdm import tqdm
 
 from quickvit.data import preprocessing
 from quickvit.group import D8, Element, Irrep, Layout, act_on_image
+from quickvit.layers import OcticLift
 from quickvit.models import QuickVisionTransformer
+from quickvit.report.entry import Source
+from quickvit.report.weights import principal_filters
 
 POSES = D8.elements
 SUPERSCRIPTS = str.maketrans("23", "²³")
@@ -39,24 +45,41 @@ class Answers:
         """The likeliest class of each image in each pose, [images, poses]."""
         return self.probabilities.argmax(-1)
 
+    @property
+    def changing(self) -> Tensor:
+        """Whether the answer depends on the pose, for each image."""
+        return (self.labels != self.labels[:, :1]).any(1)
+
 
 @dataclass(frozen=True)
 class Exploration:
     """Images, and what an octic model and a baseline make of them in the poses `POSES`.
 
-    images: bytes [N, 3, S, S], upright, as the octic model sees them.
+    pictures: PNG or JPEG files, upright, as the octic model sees them.
     targets: the true class of each image, −1 where it is not known.
     copies: the copies of irreps whose features are kept.
     features: one map [N, 8, component, H, W] for each copy: what the octic model computes on the turned images.
     answers: of the octic model and of the baseline.
+    filters: the principal components of the octic model's patch filters, if its lift is octic.
+    chosen: by what rule the images were. credit: whose they are. source: of one that was read from a file.
     """
 
-    images: Tensor
+    pictures: tuple[bytes, ...]
     classes: tuple[str, ...]
     targets: tuple[int, ...]
     copies: tuple[IrrepCopy, ...]
     features: tuple[Tensor, ...]
     answers: tuple[Answers, Answers]
+    filters: Mapping[str, Tensor] = field(default_factory=dict)
+    chosen: str = ""
+    credit: str = ""
+    source: Source | None = None
+
+    @cached_property
+    def images(self) -> Tensor:
+        """The pixels of the pictures, bytes [N, 3, S, S]."""
+        decoded = (np.array(Image.open(io.BytesIO(file)).convert("RGB")) for file in self.pictures)
+        return torch.stack([torch.from_numpy(pixels).permute(2, 0, 1) for pixels in decoded])
 
     @property
     def difference(self) -> float:
@@ -98,7 +121,7 @@ def explore(
         if getattr(network, "num_classes", None) != len(classes):
             found = getattr(network, "num_classes", "an unknown number of")
             raise ValueError(
-                f"{_name(network)} tells {found} classes apart, but {len(classes)} names are given"
+                f"{model_name(network)} tells {found} classes apart, but {len(classes)} names are given"
             )
     if not images:
         raise ValueError("there must be at least one image to explore")
@@ -119,21 +142,33 @@ def explore(
         steerable = octic.forward_steerable(poses)
         tokens.append(steerable.tokens[:, steerable.prefix :].float().cpu())
         probabilities.append(_ask(octic, poses))
-        baseline_probabilities.append(_ask(baseline, _poses(baseline, image)))
+        baseline_probabilities.append(ask_in_poses(baseline, image))
     found = torch.stack(tokens)
     copies = tuple(_most_varied(found[:, 0], Layout(octic.embed_dim), channels))
     maps = found.unflatten(2, steerable.grid).movedim(-1, 2)
     return Exploration(
-        images=torch.stack([preprocessing(octic).pixels(image) for image in images]),
+        pictures=tuple(_encode(preprocessing(octic).pixels(image)) for image in images),
         classes=tuple(classes),
         targets=tuple(targets),
         copies=copies,
         features=tuple(maps[:, :, list(copy.channels)] for copy in copies),
         answers=(
-            Answers(_name(octic), torch.stack(probabilities)),
-            Answers(_name(baseline), torch.stack(baseline_probabilities)),
+            Answers(model_name(octic), torch.stack(probabilities)),
+            Answers(model_name(baseline), torch.stack(baseline_probabilities)),
         ),
+        filters=principal_filters(octic) if isinstance(octic.patch_embed, OcticLift) else {},
     )
+
+
+@torch.inference_mode()
+def ask_in_poses(model: nn.Module, image: Image.Image) -> Tensor:
+    """The probabilities [8, classes] that a model gives for an image in the poses `POSES`."""
+    return _ask(model, _poses(model, image))
+
+
+def model_name(model: nn.Module) -> str:
+    """The family of a Quick ViT; any other model is a ViT."""
+    return model.family if isinstance(model, QuickVisionTransformer) else "ViT"
 
 
 def symbol(g: Element) -> str:
@@ -152,12 +187,8 @@ def describe(g: Element) -> str:
 
 def _require_octic(model: nn.Module) -> QuickVisionTransformer:
     if not isinstance(model, QuickVisionTransformer) or model.group != D8:
-        raise ValueError(f"only features of i8, h8 and d8 turn with the image; got {_name(model)}")
+        raise ValueError(f"only features of i8, h8 and d8 turn with the image; got {model_name(model)}")
     return model.eval()
-
-
-def _name(model: nn.Module) -> str:
-    return model.family if isinstance(model, QuickVisionTransformer) else "ViT"
 
 
 def _poses(model: nn.Module, image: Image.Image) -> Tensor:
@@ -165,7 +196,9 @@ def _poses(model: nn.Module, image: Image.Image) -> Tensor:
     pixels = preprocessing(model)(image)
     _, height, width = pixels.shape
     if height != width:
-        raise ValueError(f"images must be square to be turned; {_name(model)} takes {height}×{width} pixels")
+        raise ValueError(
+            f"images must be square to be turned; {model_name(model)} takes {height}×{width} pixels"
+        )
     device = next(model.parameters()).device
     return torch.stack([act_on_image(pixels, g) for g in POSES]).to(device)
 
@@ -174,6 +207,17 @@ def _ask(model: nn.Module, images: Tensor) -> Tensor:
     """The probabilities of the classes."""
     probabilities: Tensor = model(images).float().softmax(-1).cpu()
     return probabilities
+
+
+def _encode(pixels: Tensor) -> bytes:
+    """An image of bytes [3, H, W] as PNG or JPEG, whichever is smaller."""
+    image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+    encoded = []
+    for kind in ("png", "jpeg"):
+        file = io.BytesIO()
+        image.save(file, kind, optimize=True, quality=90)
+        encoded.append(file.getvalue())
+    return min(encoded, key=len)
 
 
 def _most_varied(tokens: Tensor, layout: Layout, channels: int) -> Iterator[IrrepCopy]:

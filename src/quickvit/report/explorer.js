@@ -40,8 +40,8 @@
   /** The maps of a copy that the model computed in a pose, in parts of the copy's largest value. */
   function computed(image, copy, pose) {
     const count = data.copies[copy].channels.length;
-    image.decoded ??= image.features.map((text) =>
-      new Int16Array(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer));
+    image.decoded ??= image.features.map(({ values }) =>
+      new Int16Array(Uint8Array.from(atob(values), (c) => c.charCodeAt(0)).buffer));
     return Array.from({ length: count }, (_, component) => {
       const start = (pose * count + component) * size;
       return Float32Array.from(image.decoded[copy].subarray(start, start + size), (v) => v / data.steps);

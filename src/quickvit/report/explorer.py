@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
-from importlib.resources import files
+import re
+from html import escape
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from quickvit.group import D8, Element, Irrep
+from quickvit.report.document import document, resource
 from quickvit.report.exploration import POSES, Exploration, describe, symbol
+from quickvit.report.packed import pack, steps
 
 # Bytes of a fragment that a page can bear, and classes whose bars are shown.
 LARGEST = 1_000_000
 SHOWN_CLASSES = 6
-# Features are stored as whole numbers of this many steps to each side of zero.
-STEPS = 2**15 - 1
+# Of each value of a feature.
+BITS = 16
+PNG = b"\x89PNG"
 GENERATORS = {"r": Element(0, 1), "s": Element(1, 0)}
 
 
@@ -30,10 +32,10 @@ def explorer_fragment(exploration: Exploration) -> str:
     """
     # Names of classes are untrusted: no "<" of theirs may end the script element.
     data = json.dumps(_data(exploration), separators=(",", ":")).replace("<", "\\u003c")
-    parts = {"STYLE": _read("explorer.css"), "SCRIPT": _read("explorer.js"), "DATA": data}
-    fragment = _read("explorer.html")
-    for name, text in parts.items():
-        fragment = fragment.replace(f"/*{name}*/", text)
+    about = " ".join(filter(None, (exploration.chosen, exploration.credit)))
+    parts = {"STYLE": resource("explorer.css"), "SCRIPT": resource("explorer.js"), "DATA": data}
+    parts["ABOUT"] = f'<p class="note">{escape(about)}</p>' if about else ""
+    fragment = re.sub(r"/\*([A-Z]+)\*/", lambda found: parts[found[1]], resource("explorer.html"))
     if len(fragment) > LARGEST:
         raise ValueError(
             f"the explorer would take {len(fragment) / 1e6:.1f} MB of a page, more than {LARGEST / 1e6:g} MB; "
@@ -44,7 +46,9 @@ def explorer_fragment(exploration: Exploration) -> str:
 
 def explorer_page(exploration: Exploration) -> str:
     """A page with nothing but the explorer."""
-    return _read("explorer_page.html").replace("<!--EXPLORER-->", explorer_fragment(exploration))
+    title = "Turn an image, watch what a model sees"
+    body = f"<header>\n<h1>{title}</h1>\n</header>\n<main>\n{explorer_fragment(exploration)}\n</main>"
+    return document("Quick ViT explorer", body)
 
 
 # ---------------------------------------------------------------------- data
@@ -54,7 +58,7 @@ def _data(exploration: Exploration) -> dict[str, Any]:
     """What the script reads."""
     return {
         "grid": exploration.features[0].shape[-1],
-        "steps": STEPS,
+        "steps": steps(BITS),
         "poses": [
             {"symbol": symbol(g), "words": describe(g), "turns": g.turns, "mirror": g.mirror} for g in POSES
         ],
@@ -79,17 +83,15 @@ def _image(exploration: Exploration, number: int) -> dict[str, Any]:
     answers = torch.stack([answers.probabilities[number] for answers in exploration.answers])
     labels = answers.argmax(-1)
     shown = _shown_classes(answers, {*labels.flatten().tolist(), *([target] if target >= 0 else [])})
-    stored = [_quantise(maps[number]) for maps in exploration.features]
     return {
-        "source": _data_url(exploration.images[number]),
+        "source": _data_url(exploration.pictures[number]),
         "truth": exploration.classes[target] if target >= 0 else "",
         "classes": [exploration.classes[label] for label in shown],
         "labels": [[shown.index(label) for label in model] for model in labels.tolist()],
         "answers": [
             [[round(p, 4) for p in pose] for pose in model] for model in answers[..., shown].tolist()
         ],
-        "features": [base64.b64encode(values).decode() for values, _ in stored],
-        "scales": [scale for _, scale in stored],
+        "features": [pack(maps[number], BITS) for maps in exploration.features],
     }
 
 
@@ -100,22 +102,9 @@ def _shown_classes(answers: Tensor, needed: set[int]) -> list[int]:
     return sorted([*needed, *others[: max(0, SHOWN_CLASSES - len(needed))]])
 
 
-def _quantise(maps: Tensor) -> tuple[bytes, float]:
-    """Values as little-endian 16-bit integers, and the largest magnitude, which is `STEPS` of them."""
-    scale = maps.abs().max().item() or 1.0
-    return (maps / scale * STEPS).round().numpy().astype("<i2").tobytes(), scale
-
-
-def _data_url(pixels: Tensor) -> str:
-    """An image of bytes [3, H, W], as PNG or JPEG, whichever is smaller."""
-    image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
-    encoded = {}
-    for kind in ("png", "jpeg"):
-        file = io.BytesIO()
-        image.save(file, kind, optimize=True, quality=90)
-        encoded[kind] = file.getvalue()
-    kind = min(encoded, key=lambda name: len(encoded[name]))
-    return f"data:image/{kind};base64,{base64.b64encode(encoded[kind]).decode()}"
+def _data_url(picture: bytes) -> str:
+    kind = "png" if picture.startswith(PNG) else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
 def _meaning(irrep: Irrep) -> str:
@@ -128,7 +117,3 @@ def _meaning(irrep: Irrep) -> str:
     return (
         f"{' and '.join(changing)} change the sign" if changing else "moves with the image, does not change"
     )
-
-
-def _read(name: str) -> str:
-    return files("quickvit.report").joinpath(name).read_text("utf-8").strip()

@@ -1,4 +1,4 @@
-"""The page: parts put together with style and script, in one file that needs nothing else."""
+"""The page of the report: its parts, and what they are put together with."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 
 from quickvit.group import D8
 from quickvit.report.claims import Claim
+from quickvit.report.document import document, resource
+from quickvit.report.exploration import Exploration
+from quickvit.report.explorer import explorer_fragment
 from quickvit.report.results import Results
 from quickvit.report.rules import Finding, Verdict
 from quickvit.report.svg import Drawing
-from quickvit.report.table import LEGEND, Table, commands_html, html, sources_html, unique
+from quickvit.report.symmetry import EXPLORE
+from quickvit.report.table import LEGEND, NOT_RUN, Table, commands_html, html, sources_html, unique
 from quickvit.report.tables.beside import times
 
 Judged = tuple[Claim, Finding]
 GENERATOR = '<meta name="generator" content="quickvit report">'
-# Nothing may be fetched, whatever is written into the page.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+EMPTY = f'<p class="empty">{NOT_RUN}</p>\n'
 CLASSES = {
     Verdict.CONFIRMED: "confirmed",
     Verdict.NOT_CONFIRMED: "not-confirmed",
@@ -44,11 +46,7 @@ def page(results: Results, findings: Sequence[Judged], parts: Sequence[Part]) ->
         f'<section id="{escape(part.id)}">\n<h2>{escape(part.title)}</h2>\n{part.html}</section>\n'
         for part in parts
     )
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n{GENERATOR}\n'
-        f"<title>Quick ViTs: the paper and quickvit</title>\n<style>\n{_file('page.css')}</style>\n</head>\n<body>\n"
+    body = (
         "<header>\n<h1>Quick ViTs, measured</h1>\n"
         '<p class="lead">Vision transformers that commute with rotations and mirrorings: every table and claim of '
         "the paper beside what <code>quickvit</code> computes and measures.</p>\n"
@@ -58,12 +56,9 @@ def page(results: Results, findings: Sequence[Judged], parts: Sequence[Part]) ->
         "<footer><p>Written by <code>quickvit report</code> from the JSON files of benchmarks and studies. The "
         "paper: Nordström, Edstedt, Kahl, Bökman, “Quick ViTs: Speeding up Vision Transformers through "
         "Equivariance”.</p></footer>\n"
-        f"<script>\n{_file('page.js')}</script>\n</body>\n</html>\n"
+        f"<script>\n{resource('page.js')}\n</script>"
     )
-
-
-def _file(name: str) -> str:
-    return files("quickvit.report").joinpath(name).read_text(encoding="utf-8")
+    return document("Quick ViTs: the paper and quickvit", body, f"{GENERATOR}\n")
 
 
 # ---------------------------------------------------------------------- parts
@@ -91,14 +86,14 @@ def _claim(claim: Claim, finding: Finding) -> str:
     )
 
 
-def figures_part(drawings: Iterable[Drawing]) -> Part:
-    """The figures of results."""
-    return Part("figures", "Figures", f'<div class="figures">\n{"".join(map(_figure, drawings))}</div>\n')
+def figures_part(title: str, drawings: Iterable[Drawing]) -> Part:
+    """A chapter of figures."""
+    return Part(_slug(title), title, f'<div class="figures">\n{"".join(map(_figure, drawings))}</div>\n')
 
 
 def _figure(drawing: Drawing) -> str:
     panels = "\n".join(drawing.panels)
-    picture = f'<div class="panels">\n{panels}\n</div>\n' if panels else '<p class="empty">not run</p>\n'
+    picture = f'<div class="panels">\n{panels}\n</div>\n' if panels else EMPTY
     wide = ' class="wide"' if len(drawing.panels) > 1 else ""
     return (
         f'<figure id="{drawing.id}"{wide}>\n<h3>{escape(drawing.title)}</h3>\n{picture}'
@@ -106,9 +101,19 @@ def _figure(drawing: Drawing) -> str:
     )
 
 
+def explorer_part(exploration: Exploration | None) -> Part:
+    """The explorer."""
+    text = f"{explorer_fragment(exploration)}\n" if exploration else EMPTY + commands_html(EXPLORE)
+    return Part("turn", "Turn an image", text)
+
+
 def tables_part(title: str, tables: Iterable[Table]) -> Part:
     """A chapter of tables."""
-    return Part(title.lower().replace(" ", "-"), title, "".join(map(html, tables)))
+    return Part(_slug(title), title, "".join(map(html, tables)))
+
+
+def _slug(title: str) -> str:
+    return title.lower().replace(" ", "-")
 
 
 def sources_part(results: Results) -> Part:
@@ -117,7 +122,11 @@ def sources_part(results: Results) -> Part:
         f'<li><span class="origin {origin}">{origin}</span>{escape(words)}</li>\n'
         for origin, words in LEGEND.items()
     )
-    sources = unique([m.source for m in results.measurements] + [run.source for run in results.runs])
+    sources = unique(
+        [m.source for m in results.measurements]
+        + [run.source for run in results.runs]
+        + ([results.exploration.source] if results.exploration and results.exploration.source else [])
+    )
     text = (
         f"<p>{len(results.measurements)} records of benchmarks and {len(results.runs)} training runs.</p>\n"
         f"<ul>\n{legend}</ul>\n<p>± is the standard deviation over seeds. What was not run says so, with its command."

@@ -1,35 +1,24 @@
-"""What was measured, read from JSON: benchmarks, and training runs of the studies.
+"""What was measured, read from JSON: benchmarks, training runs of the studies, an exploration.
 
 The files are not trusted: whatever is used of them is checked here, once, and a mistake is told with its file.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from quickvit.bench import Row
+from quickvit.report.entry import Entry, Source, open_entry, read_source
+from quickvit.report.exploration import Exploration
+from quickvit.report.exploration_file import read_exploration
 from quickvit.report.sample import Sample
 
 UPRIGHT, QUARTER, SLANTED = "upright", "random quarter turn", "45°"
 TEXTS = ("case", "name", "dtype", "failure")
-LARGEST = 1e300
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where numbers come from; `gpu` says whether the hardware is one."""
-
-    file: str
-    hardware: str
-    gpu: bool
-    date: str
-    command: str
-    commit: str
 
 
 @dataclass(frozen=True)
@@ -90,6 +79,7 @@ class Results:
 
     measurements: tuple[Measurement, ...] = ()
     runs: tuple[Run, ...] = ()
+    exploration: Exploration | None = None
 
     def measured(self, *benchmarks: str) -> Iterator[tuple[Measurement, Row]]:
         """The rows of some benchmarks."""
@@ -115,14 +105,19 @@ class Results:
         return Sample.of(map(metric, self.study(study, dataset, name)))
 
 
-def read_results(bench: str | Path, runs: str | Path | None = None) -> Results:
-    """The records in `bench` and the runs in the folders of `runs`, by default `bench`/results if it is there."""
+def read_results(
+    bench: str | Path, runs: str | Path | None = None, explored: str | Path | None = None
+) -> Results:
+    """The records in `bench`, the runs in the folders of `runs`, and the exploration in the file `explored`.
+
+    Runs are in `bench`/results by default, and the exploration is the file in `bench`/explorer, where they are there.
+    """
     bench = _folder(Path(bench), "benchmarks")
     runs = bench / "results" if runs is None else _folder(Path(runs), "results")
-    measurements = tuple(_measurement(_open(file, bench)) for file in sorted(bench.glob("*.json")))
+    measurements = tuple(_measurement(open_entry(file, bench)) for file in sorted(bench.glob("*.json")))
     trained: dict[tuple[str, str, str, int], Run] = {}
     for file in sorted(runs.glob("*/*.json")):
-        run = _run(_open(file, runs))
+        run = _run(open_entry(file, runs))
         key = run.study, run.dataset, run.name, run.seed
         if key in trained:
             raise ValueError(
@@ -130,7 +125,17 @@ def read_results(bench: str | Path, runs: str | Path | None = None) -> Results:
                 f"in {trained[key].source.file}; remove one of them"
             )
         trained[key] = run
-    return Results(measurements, tuple(trained.values()))
+    return Results(measurements, tuple(trained.values()), _exploration(bench, explored))
+
+
+def _exploration(bench: Path, chosen: str | Path | None) -> Exploration | None:
+    files = [Path(chosen)] if chosen is not None else sorted((bench / "explorer").glob("*.json"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(
+            f"there are several explorations in {bench / 'explorer'}, {names}; choose one with --explorer"
+        )
+    return read_exploration(files[0]) if files else None
 
 
 def _folder(path: Path, kind: str) -> Path:
@@ -149,7 +154,7 @@ def _measurement(record: Entry) -> Measurement:
         settings.word("batch"),
         settings.word("compile"),
         tuple(_row(entry) for entry in record.entries("results", required=True)),
-        _source(record),
+        read_source(record),
     )
 
 
@@ -181,7 +186,7 @@ def _run(record: Entry) -> Run:
             }
             for name in record.entry("answers").values
         },
-        source=_source(record.entry("provenance")),
+        source=read_source(record.entry("provenance")),
     )
 
 
@@ -196,97 +201,3 @@ def _scores(entry: Entry) -> dict[str, float]:
     """What `quickvit eval rotation --json` says of a pose: a classifier in per cent, frozen features in shares."""
     scores = {key: value for key in ("top1", "top5") if (value := entry.number(key)) is not None}
     return scores | {key: 100 * value for key, value in entry.entry("scores").numbers().items()}
-
-
-def _source(record: Entry) -> Source:
-    facts = record.entry("hardware")
-    threads, gpu = facts.number("threads"), facts.text("gpu", "")
-    cpu = facts.text("cpu", "unknown hardware") + (f", {threads:.0f} threads" if threads else "")
-    date, command, commit = (record.text(key, "") for key in ("date", "command", "commit"))
-    return Source(record.name, gpu or cpu, bool(gpu), date[:10], command, commit)
-
-
-# ---------------------------------------------------------------------- JSON
-
-
-@dataclass(frozen=True)
-class Entry:
-    """An object in a JSON file; what is asked of it has the right type or is refused.
-
-    name: of the file, from the folder that was read on, so that a report does not depend on where that lies.
-    place: of the object in the file.
-    """
-
-    file: Path
-    name: str
-    place: str
-    values: Mapping[str, Any]
-
-    def wrong(self, key: str, expected: str) -> ValueError:
-        """What to say of a value that is not what it should be."""
-        place = f"{self.place}{key}"
-        if key not in self.values:
-            return ValueError(f"{self.file}: {place} is missing; expected {expected}")
-        return ValueError(f"{self.file}: {place} is {str(self.values[key])[:80]!r}; expected {expected}")
-
-    def text(self, key: str, *default: Any) -> Any:
-        """A string; where there is none the default, if one is given."""
-        value = self.values.get(key)
-        if value is None and default:
-            return default[0]
-        if not isinstance(value, str):
-            raise self.wrong(key, "a text")
-        return value
-
-    def word(self, key: str) -> str:
-        """A string or a number as a string, empty where there is none."""
-        value = self.values.get(key)
-        return value if isinstance(value, str) else "" if value is None else f"{self.number(key):g}"
-
-    def number(self, key: str) -> float | None:
-        """A finite number, None where there is none."""
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
-            raise self.wrong(key, "a finite number")
-        return value
-
-    def integer(self, key: str) -> int:
-        """An integer, which must be there."""
-        value = self.values.get(key)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.wrong(key, "an integer")
-        return value
-
-    def numbers(self, prefix: str = "") -> dict[str, float]:
-        """All numbers whose names begin so."""
-        found = {key: self.number(key) for key in self.values if key.startswith(prefix)}
-        return {key: value for key, value in found.items() if value is not None}
-
-    def entry(self, key: str) -> Entry:
-        """An object in this one, empty where there is none."""
-        value = self.values.get(key)
-        if not isinstance(value, (dict, type(None))):
-            raise self.wrong(key, "an object")
-        return replace(self, place=f"{self.place}{key}.", values=value or {})
-
-    def entries(self, key: str, *, required: bool = False) -> list[Entry]:
-        """A list of objects, empty where there is none unless it is required."""
-        value = self.values.get(key)
-        if value is None and not required:
-            return []
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise self.wrong(key, "a list of objects")
-        return [replace(self, place=f"{self.place}{key}[{i}].", values=item) for i, item in enumerate(value)]
-
-
-def _open(file: Path, folder: Path) -> Entry:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not JSON that can be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file}: expected an object with what was measured, got {type(values).__name__}")
-    name = folder.resolve().name / file.relative_to(folder)
-    return Entry(file, name.as_posix(), "", values)

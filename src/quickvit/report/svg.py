@@ -38,7 +38,10 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of the report: an SVG for each panel, none if nothing was measured that it could show."""
+    """A figure of the report: an SVG for each panel, none if nothing was measured that it could show.
+
+    commands: would measure what it could show.
+    """
 
     id: str
     title: str

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from quickvit.report.results import Source
+from quickvit.report.entry import Source
 
 NOT_RUN = "not run"
 # The paper has no such number.

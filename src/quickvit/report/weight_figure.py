@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from quickvit.group import Block, DihedralGroup, Irrep, isotypic_to_regular
-from quickvit.layers import OcticLift, OcticLinear
-from quickvit.models import QuickVisionTransformer
+from quickvit.group import Block, DihedralGroup, Irrep
+from quickvit.layers import OcticLinear
 from quickvit.report.svg import canvas, to_svg
+from quickvit.report.weights import SUBSCRIPTS, component_name, dense_weight
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,9 +19,8 @@ if TYPE_CHECKING:
 # One colour for each irrep, in their order; of middling lightness, for light and dark pages.
 COLOURS = ("#9467c8", "#d2498f", "#d08a12", "#849c2a", "#2a9d8f", "#3b7dc4", "#b0604d")
 GREY = "#8a8a8a"
-SUBSCRIPTS = "₁₂"
-# The paper's figure of learned filters shows so many principal components of each irrep.
-COMPONENTS, PER_ROW = 16, 4
+# Filters side by side.
+PER_ROW = 4
 
 
 # ---------------------------------------------------------------------- weights
@@ -48,7 +46,7 @@ def draw_blocks(layer: OcticLinear) -> str:
         right.imshow(_tinted(weight, parts), interpolation="none")
         for (rows, columns), colour in zip(blocks, colours, strict=True):
             _outline(right, rows, columns, colour)
-            name = _component_name(rows.irrep, rows.component)
+            name = component_name(rows.irrep, rows.component)
             middle, side = (rows.start + rows.stop - 1) / 2, columns.stop + weight.shape[1] / 60
             right.text(side, middle, name, color=colour, va="center", weight="bold", size=11)
             if rows.component:
@@ -59,17 +57,6 @@ def draw_blocks(layer: OcticLinear) -> str:
             axes.set(xticks=[], yticks=[])
         words = f"The weights of an equivariant linear layer of {group} in two bases: full, and in blocks."
         return to_svg(figure, words)
-
-
-def dense_weight(layer: OcticLinear, *, regular: bool = False) -> Tensor:
-    """The matrix W [F, C] of a layer without its bias in the packed basis, or Q_reg W Q_regᵀ in the regular one."""
-    basis = torch.eye(layer.in_layout.channels, dtype=layer.weight_1.dtype, device=layer.weight_1.device)
-    with torch.no_grad():
-        weight = (layer(basis) - layer(torch.zeros_like(basis))).T.double().cpu()
-    if not regular:
-        return weight
-    group = layer.in_layout.group
-    return isotypic_to_regular(isotypic_to_regular(weight, group).T, group).T
 
 
 def _tinted(weight: Tensor, parts: Sequence[tuple[slice, slice, str]]) -> np.ndarray:
@@ -103,49 +90,21 @@ def _colour(group: DihedralGroup, irrep: Irrep) -> str:
     return COLOURS[group.irreps.index(irrep) % len(COLOURS)]
 
 
-def _component_name(irrep: Irrep, component: int) -> str:
-    return irrep.name if irrep.dim == 1 else f"{irrep.name}{SUBSCRIPTS[component]}"
-
-
 # ---------------------------------------------------------------------- filters
 
 
-def draw_filters(model: QuickVisionTransformer) -> str:
-    """The first principal components of the lift's filters, for each component of each irrep."""
-    filters = principal_filters(model)
-    colours = [_colour(model.group, irrep) for irrep in model.group.irreps for _ in range(irrep.dim)]
+def draw_filters(filters: Mapping[str, Tensor]) -> str:
+    """The first principal components of a lift's filters, as `principal_filters` finds them."""
+    irreps = list(dict.fromkeys(name.rstrip(SUBSCRIPTS) for name in filters))
     with canvas(8.6, 0.55 + 8.2 / len(filters)) as figure:
         grid = figure.subplots(1, len(filters))
-        for axes, colour, (name, components) in zip(grid, colours, filters.items(), strict=True):
+        for axes, (name, components) in zip(grid, filters.items(), strict=True):
             axes.imshow(_mosaic(components), interpolation="none")
+            colour = COLOURS[irreps.index(name.rstrip(SUBSCRIPTS)) % len(COLOURS)]
             axes.set_title(name, size=11, weight="bold", color=colour, pad=6)
             axes.set_axis_off()
         figure.subplots_adjust(left=0.005, right=0.995, top=0.85, bottom=0.02, wspace=0.08)
-        words = f"The first principal components of the patch filters of {model.family}, irrep by irrep."
-        return to_svg(figure, words)
-
-
-def principal_filters(model: QuickVisionTransformer, count: int = COMPONENTS) -> dict[str, Tensor]:
-    """The first principal components [n, in, P, P] of the filters of each irrep; those of E₁ and E₂ are pairs.
-
-    Channels of one irrep may be mixed at will without harm to the symmetry, so their components are of its type too.
-    A filter is as good as its negative, so there is no mean to subtract.
-    """
-    lift = model.patch_embed
-    if not isinstance(lift, OcticLift):
-        raise ValueError(
-            "filters come by irrep only where the lift is octic; this model was made with lift='free'"
-        )
-    kernel = lift.kernel().detach().double().cpu()
-    found: dict[str, Tensor] = {}
-    for irrep in lift.layout.group.irreps:
-        blocks = [block for block in lift.layout.blocks if block.irrep == irrep]
-        filters = torch.stack([kernel[block.slice] for block in blocks], dim=1)
-        _, sizes, directions = torch.linalg.svd(filters.flatten(1), full_matrices=False)
-        directions = directions[: min(count, int((sizes > 1e-9 * sizes[0]).sum()))]
-        for component, parts in enumerate(directions.unflatten(1, filters.shape[1:]).unbind(1)):
-            found[_component_name(irrep, component)] = parts
-    return found
+        return to_svg(figure, "The first principal components of the patch filters, irrep by irrep.")
 
 
 def _mosaic(filters: Tensor) -> np.ndarray:
