@@ -2,8 +2,8 @@
 
     python benchmarks/screenshot.py explorer.html docs/explorer --image 3 --press rm
 
-writes docs/explorer-light.png, -dark.png and -phone.png, of the page from the top or from the element `--at` on. In an
-explorer it first chooses an image and presses keys.
+writes docs/explorer-light.png, -dark.png and -phone.png, of the page from the top or from the element `--at`
+on. In an explorer it first chooses an image and presses keys.
 """
 
 from __future__ import annotations

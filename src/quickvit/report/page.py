@@ -92,11 +92,12 @@ def figures_part(title: str, drawings: Iterable[Drawing]) -> Part:
 
 
 def _figure(drawing: Drawing) -> str:
-    panels = "\n".join(drawing.panels)
-    picture = f'<div class="panels">\n{panels}\n</div>\n' if panels else EMPTY
-    wide = ' class="wide"' if len(drawing.panels) > 1 else ""
+    panels, label = "\n".join(drawing.panels), escape(drawing.title)
+    scroll = f' scroll" tabindex="0" role="region" aria-label="{label}' if drawing.wide else ""
+    picture = f'<div class="panels{scroll}">\n{panels}\n</div>\n' if panels else EMPTY
+    wide = ' class="wide"' if drawing.wide or len(drawing.panels) > 1 else ""
     return (
-        f'<figure id="{drawing.id}"{wide}>\n<h3>{escape(drawing.title)}</h3>\n{picture}'
+        f'<figure id="{drawing.id}"{wide}>\n<h3>{label}</h3>\n{picture}'
         f"<figcaption>{escape(drawing.caption)}</figcaption>\n{commands_html(drawing.commands)}</figure>\n"
     )
 

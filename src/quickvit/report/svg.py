@@ -40,7 +40,7 @@ STYLE: dict[Any, Any] = {
 class Drawing:
     """A figure of the report: an SVG for each panel, none if nothing was measured that it could show.
 
-    commands: would measure what it could show.
+    commands: would measure what it could show. wide: too detailed for half a page or for a phone.
     """
 
     id: str
@@ -48,6 +48,7 @@ class Drawing:
     caption: str
     panels: tuple[str, ...]
     commands: tuple[str, ...] = ()
+    wide: bool = False
 
     @property
     def files(self) -> dict[str, str]:

@@ -30,6 +30,7 @@ def blocks(_: Results) -> Drawing:
         "full; in the Fourier basis there is a block for each irrep, and the two of E are one (the paper's "
         "fig:linear_layer).",
         (draw_blocks(layer),),
+        wide=True,
     )
 
 
@@ -45,6 +46,7 @@ def filters(results: Results) -> Drawing:
         "paper's fig:filters-comparison).",
         (draw_filters(found.filters),) if found and found.filters else (),
         () if found and found.filters else EXPLORE,
+        wide=True,
     )
 
 
@@ -59,6 +61,7 @@ def cayley(results: Results) -> Drawing:
         "turns with it too.",
         (draw_cayley(found, shown_image(found)),) if found else (),
         () if found else EXPLORE,
+        wide=True,
     )
 
 
@@ -72,6 +75,7 @@ def predictions(results: Results) -> Drawing:
         "the baseline answers differently when it is turned, if there is one.",
         (draw_predictions(found, shown_image(found)),) if found else (),
         () if found else EXPLORE,
+        wide=True,
     )
 
 
