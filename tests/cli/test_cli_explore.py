@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from quickvit import save_checkpoint
-from quickvit.cli.explore import _evenly
+from quickvit.cli.explore import _changing, _diverse, _pool
 from quickvit.data import Sample, Unreadable
 from quickvit.models import create_model
 from quickvit.models.checkpoints import save_weights
 from quickvit.models.standard import standard_config
+from quickvit.report.exploration_file import read_exploration
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
 
@@ -17,6 +18,9 @@ SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_head
 def models(tmp_path):
     torch.manual_seed(0)
     vit = create_model("baseline_tiny_patch16_224", **SMALL)
+    # Its answers depend on the image.
+    torch.nn.init.normal_(vit.patch_embed.proj.weight)
+    torch.nn.init.normal_(vit.head.weight)
     save_weights(vit.state_dict(), tmp_path / "vit.safetensors", standard_config(vit))
     for family in ("i8", "h2"):
         save_checkpoint(
@@ -27,14 +31,36 @@ def models(tmp_path):
 
 def test_a_page(run, models):
     out = models / "new" / "explorer.html"
-    options = ("--data", "digits", "--images", 3, "--out", out)
+    saved = models / "saved" / "digits.json"
+    options = (
+        "--data",
+        "digits",
+        "--images",
+        3,
+        "--changing",
+        1,
+        "--credit",
+        "Me.",
+        "--out",
+        out,
+        "--save",
+        saved,
+    )
     code, printed, _ = run(
         "explore", models / "i8.safetensors", "--baseline", models / "vit.safetensors", *options
     )
     assert code == 0
-    assert "3 images" in printed
+    assert "4 images" in printed
     assert float(printed.split("within ")[1].split()[0]) < 1e-4
     assert 10_000 < out.stat().st_size < 1_000_000
+    found = read_exploration(saved)
+    assert len(set(found.targets[:3])) == 3
+    assert found.answers[1].changing[3]
+    assert found.chosen.startswith(
+        "Images: first of different classes, among 48 at even distances; then the first 1"
+    )
+    assert (found.credit, found.source.command[:17]) == ("Me.", "quickvit explore ")
+    assert "Me." in out.read_text()
 
 
 @pytest.mark.parametrize(
@@ -58,13 +84,13 @@ def test_mistakes(run, models, monkeypatch, options, message):
 class Holey:
     """A source of ten samples, of which some cannot be read."""
 
-    name = "holey"
+    name, length = "holey", 10
 
     def __init__(self, *unreadable):
         self.unreadable = unreadable
 
     def __len__(self):
-        return 10
+        return self.length
 
     def read(self, index):
         if index in self.unreadable:
@@ -72,13 +98,32 @@ class Holey:
         return Sample(None, index)
 
 
-@pytest.mark.parametrize(
-    ("unreadable", "found"), [((), [0, 3, 6]), ((0, 3, 4), [1, 5, 6]), ((6, 7, 8), [0, 3, 9])]
-)
-def test_images_are_taken_at_even_distances(unreadable, found):
-    assert [sample.target for sample in _evenly(Holey(*unreadable), 3)] == found
+def test_images_are_taken_at_even_distances():
+    assert [sample.target for sample in _pool(Holey(), 1)] == list(range(10))
+    assert [sample.target for sample in _pool(Holey(0, 3, 4), 7)] == [1, 2, 5, 6, 7, 8, 9]
+    long = Holey()
+    long.length = 160
+    assert [sample.target for sample in _pool(long, 2)] == list(range(0, 160, 5))
 
 
 def test_too_many_unreadable_images():
-    with pytest.raises(ValueError, match="only 2 of the images of holey"):
-        _evenly(Holey(6, 7, 8, 9), 3)
+    with pytest.raises(ValueError, match="only 2 of 10 images of holey"):
+        _pool(Holey(*range(8)), 3)
+
+
+@pytest.mark.parametrize(
+    ("count", "found"), [(1, [0]), (3, [0, 2, 5]), (2, [0, 2]), (4, [0, 2, 5, 1]), (6, [0, 2, 5, 1, 3, 4])]
+)
+def test_images_are_of_different_classes(count, found):
+    pool = [Sample(place, label) for place, label in enumerate((0, 0, 1, 1, 0, 2))]
+    assert [sample.image for sample in _diverse(pool, count)] == found
+
+
+def test_images_that_change_their_answer(monkeypatch):
+    labels = {"still": [1] * 8, "once": [1] * 7 + [0], "often": [0, 1] * 4}
+    monkeypatch.setattr(
+        "quickvit.cli.explore.ask_in_poses",
+        lambda _, image: torch.nn.functional.one_hot(torch.tensor(labels[image]), 2),
+    )
+    samples = [Sample(image, 0) for image in ("still", "once", "still", "often")]
+    assert [sample.image for sample in _changing(None, samples)] == ["once", "often"]

@@ -6,6 +6,7 @@ from jsonargparse import ArgumentParser
 
 from quickvit.cli import COMMANDS
 from quickvit.report.results import Results
+from quickvit.report.symmetry import EXPLORE
 from quickvit.report.tables import TABLES
 
 
@@ -33,6 +34,20 @@ class TestReport:
         assert "model.json: benchmark is '1'; expected a text" in err
         assert not (tmp_path / "report").exists()
 
+    def test_an_exploration_that_is_none(self, run, tmp_path):
+        (tmp_path / "bench").mkdir()
+        folders = ("--bench", tmp_path / "bench", "--out", tmp_path / "report")
+        code, _, err = run("report", *folders, "--explorer", tmp_path / "nothing.json")
+        assert code == 2
+        assert "nothing.json" in err
+        wrong = tmp_path / "bench" / "explorer" / "wrong.json"
+        wrong.parent.mkdir()
+        wrong.write_text('{"models": "<script>", "classes": []}')
+        code, _, err = run("report", *folders)
+        assert code == 2
+        assert "wrong.json: models is '<script>'; expected a list of texts" in err
+        assert not (tmp_path / "report").exists()
+
     def test_missing_extra(self, run, monkeypatch):
         monkeypatch.setattr("quickvit.cli.report.find_spec", lambda name: None)
         code, _, err = run("report")
@@ -42,7 +57,7 @@ class TestReport:
 
 def test_the_commands_for_what_was_not_run_are_understood():
     tables = [make(Results()) for tables in TABLES.values() for make in tables]
-    commands = {command for table in tables for command in table.commands}
+    commands = {command for table in tables for command in table.commands} | set(EXPLORE)
     ours = [shlex.split(command)[1:] for command in commands if command.startswith("quickvit ")]
     assert len(ours) >= 8
     for name, *rest in ours:

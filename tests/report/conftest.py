@@ -1,6 +1,7 @@
 """Results that nobody measured; a small i8 and a small ViT, and what they make of two images."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from PIL import Image
 from small_models import CLASSES, small
 
 from quickvit.report.exploration import explore
+from quickvit.report.exploration_file import save_exploration
 
 POSES = {"upright": 0.0, "90°": -30.0, "random quarter turn": -20.0, "45°": -25.0}
 SURROUNDINGS = {
@@ -73,6 +75,18 @@ def add_bench(bench):
         record = {"benchmark": benchmark, "settings": settings, "results": results, **SURROUNDINGS, **changes}
         path = bench / f"{file}.json"
         path.write_text(json.dumps(record), encoding="utf-8")
+        return path
+
+    return add
+
+
+@pytest.fixture
+def add_exploration(bench, exploration):
+    """Save what two models make of two images."""
+
+    def add(name="exploration"):
+        path = bench / "explorer" / f"{name}.json"
+        save_exploration(replace(exploration, credit="Images by nobody."), path, SURROUNDINGS)
         return path
 
     return add

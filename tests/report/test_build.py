@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,11 +14,12 @@ import pytest
 
 from quickvit.report.build import GENERATOR, build_report, report_files
 from quickvit.report.figures import FIGURES
-from quickvit.report.page import Part
 from quickvit.report.results import Results, read_results
+from quickvit.report.symmetry import SYMMETRY, shown_image
 
 COMMITTED = Path(__file__).parents[2] / "benchmarks"
 NASTY = "<script>alert(1)</script><img src=x onerror=y>$x_1$ \"'&"
+FETCHING = {"href", "src", "xlink:href", "srcset", "action", "poster", "data"}
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
@@ -52,7 +54,7 @@ class Page(HTMLParser):
             assert not name.startswith("on"), f"{name}={value}"
             if name == "id":
                 self.ids.append(value)
-            elif name in ("href", "src", "xlink:href", "srcset", "action", "poster", "data"):
+            elif name in FETCHING and not value.startswith("data:"):
                 (self.links if value.startswith("#") else self.fetched).append(value)
 
 
@@ -128,7 +130,10 @@ def test_a_mistake_leaves_the_former_report(bench, tmp_path):
     assert contents(out) == before
 
 
-def test_the_page_is_sound_and_alone(bench, study):
+@pytest.mark.parametrize("explored", [False, True])
+def test_the_page_is_sound_and_alone(bench, study, add_exploration, explored):
+    if explored:
+        add_exploration()
     files = report_files(read_results(bench))
     page = Page(files["index.html"])
     assert page.open == []
@@ -136,15 +141,9 @@ def test_the_page_is_sound_and_alone(bench, study):
     assert {link[1:] for link in page.links} <= set(page.ids)
     assert page.fetched == []
     text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", files["index.html"])
-    assert not re.search(r"https?://|url\((?!#)|@import|//cdn", text)
-    assert page.tags.count("svg") == 5
-    assert page.tags.count("script") == 1
-
-
-def test_further_chapters_follow_the_figures():
-    page = report_files(Results(), [Part("mine", "My <chapter>", '<p id="words">words</p>')])["index.html"]
-    assert '<a href="#mine">My &lt;chapter&gt;</a>' in page
-    assert page.index('id="figures"') < page.index('<p id="words">words</p>') < page.index('id="compute"')
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg\")|url\((?!#)|@import|//cdn", text)
+    assert page.tags.count("svg") == (9 if explored else 6)
+    assert page.tags.count("script") == (3 if explored else 1)
 
 
 def test_untrusted_words_are_only_words(bench, add_run, add_bench):
@@ -167,9 +166,10 @@ def test_untrusted_words_are_only_words(bench, add_run, add_bench):
             assert "<script" not in text
 
 
-def test_figures_are_svg_without_dates(bench, study):
+def test_figures_are_svg_without_dates(bench, study, add_exploration):
+    add_exploration()
     results = read_results(bench)
-    for figure in FIGURES:
+    for figure in (*FIGURES, *SYMMETRY):
         drawing = figure(results)
         assert drawing == figure(results)
         assert drawing.panels
@@ -180,9 +180,53 @@ def test_figures_are_svg_without_dates(bench, study):
 
 
 def test_figures_say_what_was_not_run():
-    drawings = {figure(Results()).id: figure(Results()) for figure in FIGURES}
-    assert drawings["flops-width"].panels
-    assert not drawings["flops-width"].commands
-    for name in ("accuracy-depth", "curves"):
+    drawings = {figure(Results()).id: figure(Results()) for figure in (*FIGURES, *SYMMETRY)}
+    for name in ("flops-width", "blocks"):
+        assert drawings[name].panels
+        assert not drawings[name].commands
+    for name in ("accuracy-depth", "curves", "filters", "cayley", "predictions"):
         assert drawings[name].panels == ()
         assert drawings[name].commands
+
+
+def test_an_exploration_is_shown_while_its_file_is_there(bench, add_exploration, tmp_path):
+    out = tmp_path / "report"
+    shown = {f"figures/{name}-1.svg" for name in ("filters", "cayley", "predictions")}
+    build_report(bench, None, out)
+    before = contents(out)
+    assert not shown & set(before)
+    page = before["index.html"].decode()
+    assert 'id="turn"' in page
+    assert page.count("quickvit explore RUN_I8") == 4
+    assert 'id="explorer"' not in page
+
+    path = add_exploration()
+    build_report(bench, None, out)
+    after = contents(out)
+    assert shown <= set(after)
+    page = after["index.html"].decode()
+    assert page.index('id="symmetry"') < page.index('id="explorer"') < page.index('id="compute"')
+    assert "quickvit explore RUN_I8" not in page
+    assert "Images by nobody" in page
+    assert "explorer/exploration.json" in page
+
+    path.unlink()
+    build_report(bench, None, out)
+    assert contents(out) == before
+
+
+def test_one_exploration_at_a_time(bench, add_exploration):
+    first, second = add_exploration("first"), add_exploration("second")
+    with pytest.raises(ValueError, match=r"first\.json, second\.json; choose one with --explorer"):
+        read_results(bench)
+    assert read_results(bench, None, second).exploration.source.file == "explorer/second.json"
+    first.unlink()
+    assert read_results(bench).exploration.source.file == "explorer/second.json"
+
+
+def test_the_image_that_is_shown(exploration):
+    ours, theirs = exploration.answers
+    assert shown_image(replace(exploration, answers=(theirs, ours))) == 0
+    still = theirs.probabilities.clone()
+    still[0] = still[0, :1]
+    assert shown_image(replace(exploration, answers=(ours, replace(theirs, probabilities=still)))) == 1

@@ -30,11 +30,10 @@ def data(fragment):
 
 def test_features_survive_their_storage(data, exploration):
     for number, image in enumerate(data["images"]):
-        for stored, scale, maps in zip(image["features"], image["scales"], exploration.features, strict=True):
-            values = (
-                np.frombuffer(base64.b64decode(stored), "<i2").reshape(maps.shape[1:]) * scale / data["steps"]
-            )
-            np.testing.assert_allclose(values, maps[number].numpy(), atol=0.51 * scale / data["steps"])
+        for stored, maps in zip(image["features"], exploration.features, strict=True):
+            whole = np.frombuffer(base64.b64decode(stored["values"]), "<i2").reshape(maps.shape[1:])
+            step = stored["scale"] / data["steps"]
+            np.testing.assert_allclose(whole * step, maps[number].numpy(), atol=0.51 * step)
 
 
 def test_images_survive_their_storage(data, images):
@@ -91,6 +90,11 @@ def test_of_few_answers_the_likeliest_others_are_shown(exploration):
 def test_a_class_cannot_leave_the_script(fragment):
     assert "<b>dog" not in fragment
     assert fragment.count("<script") == fragment.count("</script>") == 2
+
+
+def test_whose_images_and_which(exploration):
+    about = replace(exploration, chosen="The first.", credit="<i>Me</i> /*DATA*/")
+    assert '<p class="note">The first. &lt;i&gt;Me&lt;/i&gt; /*DATA*/</p>' in explorer_fragment(about)
 
 
 def test_the_page_needs_nothing_else(exploration):

@@ -1,4 +1,4 @@
-"""The explorer in a real browser."""
+"""The explorer and the report in a real browser."""
 
 import io
 
@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from quickvit.group import act_on_image
+from quickvit.report.build import build_report
 from quickvit.report.exploration import POSES, act_on_copy, symbol
 from quickvit.report.explorer import explorer_page
 
@@ -188,3 +189,30 @@ def test_on_a_phone(page, scheme):
     finally:
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_the_whole_report(driver, page, bench, add_exploration, tmp_path):
+    add_exploration()
+    path = build_report(bench, None, tmp_path / "report")
+    driver.get(path.as_uri())
+    links = [
+        link.get_attribute("href").partition("#")[2] for link in driver.find_elements("css selector", "nav a")
+    ]
+    assert links == [
+        part.get_attribute("id") for part in driver.find_elements("css selector", "main > section")
+    ]
+    for pose, g in enumerate(POSES):
+        page.choose("poses", pose)
+        assert page.pose == symbol(g)
+        assert "no more than rounding" in page.texts(".difference")[0]
+    assert page.texts(".note")[0] == "Images by nobody."
+    before = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+    driver.find_element("id", "theme").click()
+    assert driver.execute_script("return getComputedStyle(document.body).backgroundColor") != before
+    for width in (375, 1100):
+        metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        try:
+            assert driver.execute_script("return document.documentElement.scrollWidth") == width
+        finally:
+            driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

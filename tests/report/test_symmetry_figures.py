@@ -11,9 +11,11 @@ from small_models import small
 
 from quickvit.group import D2, D8, DihedralGroup, act_on_image
 from quickvit.layers import OcticLinear
+from quickvit.report.exploration import _encode
 from quickvit.report.pose_figure import draw_cayley, draw_predictions
 from quickvit.report.svg import VARIABLES
-from quickvit.report.weight_figure import dense_weight, draw_blocks, draw_filters, principal_filters
+from quickvit.report.weight_figure import draw_blocks, draw_filters
+from quickvit.report.weights import dense_weight, principal_filters
 
 
 def words(svg):
@@ -74,19 +76,19 @@ def test_principal_filters_are_of_their_irrep(octic):
 
 
 def test_filters(octic):
-    assert words(draw_filters(octic)) == ["A1", "A2", "B1", "B2", "E₁", "E₂"]
+    assert words(draw_filters(principal_filters(octic))) == ["A1", "A2", "B1", "B2", "E₁", "E₂"]
 
 
 def test_filters_of_grey_images_and_of_few_components():
     grey = small("quickvit_h8_tiny_patch16_224", in_chans=1, patch_size=4)
     # An antisymmetric pattern of 4 × 4 pixels has one free value.
     assert len(principal_filters(grey)["A2"]) == 1
-    assert words(draw_filters(grey))
+    assert words(draw_filters(principal_filters(grey)))
 
 
 def test_a_free_lift_has_no_filters_by_irrep():
     with pytest.raises(ValueError, match="lift='free'"):
-        draw_filters(small("quickvit_h8_tiny_patch16_224", lift="free"))
+        principal_filters(small("quickvit_h8_tiny_patch16_224", lift="free"))
 
 
 def test_cayley(exploration):
@@ -110,13 +112,14 @@ def test_predictions(exploration):
 
 
 def test_the_same_numbers_give_the_same_bytes(exploration, layer, octic):
-    for draw, subject in ((draw_blocks, layer), (draw_filters, octic), (draw_cayley, exploration)):
+    filters = principal_filters(octic)
+    for draw, subject in ((draw_blocks, layer), (draw_filters, filters), (draw_cayley, exploration)):
         assert draw(subject) == draw(subject)
 
 
 def test_figures_of_larger_groups_and_of_thumbnails(exploration):
     assert "E3₂" in words(draw_blocks(OcticLinear(32, 16, group=DihedralGroup(16))))
-    large = replace(exploration, images=torch.zeros(2, 3, 224, 224, dtype=torch.uint8))
+    large = replace(exploration, pictures=(_encode(torch.zeros(3, 224, 224, dtype=torch.uint8)),) * 2)
     assert len(draw_cayley(large)) < 100_000
 
 
