@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quickvit import D8, Element, Layout, act_on_image
-from quickvit.group import Unfolding, isotypic_to_regular, regular_to_isotypic
+from quickvit import D8, Layout, act_on_image
+from quickvit.group import Unfolding
 from quickvit.group.layout import packed_fourier_matrix
 from quickvit.layers import OcticLinear
 from quickvit.models import FAMILIES
+from quickvit.report.exploration import symbol
+from quickvit.report.weights import dense_weight
 from quickvit.testing import randomize
 
 FOLDER = Path(__file__).parent / "figures"
@@ -89,7 +91,7 @@ def poses() -> Drawing:
     drawing = Drawing(640, 108, "The letter F in the eight poses of the octic group")
     for i, g in enumerate(D8.elements):
         drawing.cells(act_on_image(image, g), 12 + 78 * i, 12, 10)
-        drawing.text(47 + 78 * i, 100, _named(g))
+        drawing.text(47 + 78 * i, 100, symbol(g))
     return drawing
 
 
@@ -112,7 +114,7 @@ def fourier() -> Drawing:
     drawing = Drawing(350, 286, "The Fourier matrix of D8")
     drawing.cells(packed_fourier_matrix(D8), 90, 34, 30)
     for i, (g, name) in enumerate(zip(D8.regular_order, BLOCKS, strict=True)):
-        drawing.text(80, 54 + 30 * i, f"φ({_named(g)})", "end")
+        drawing.text(80, 54 + 30 * i, f"φ({symbol(g)})", "end")
         drawing.text(105 + 30 * i, 26, name)
     return drawing
 
@@ -120,9 +122,7 @@ def fourier() -> Drawing:
 def linear() -> Drawing:
     """The matrix of one equivariant map in both domains."""
     layer = randomize(OcticLinear(16, 16, bias=False))
-    with torch.no_grad():
-        packed = layer(torch.eye(16)).T
-        spatial = isotypic_to_regular(layer(regular_to_isotypic(torch.eye(16)))).T
+    packed, spatial = dense_weight(layer), dense_weight(layer, regular=True)
     drawing = Drawing(
         640, 318, "The same map: full in the regular domain, block-diagonal in the Fourier domain"
     )
@@ -188,10 +188,6 @@ def _colour(value: float) -> str:
     """White to red for 0 to 1, white to blue for 0 to −1, in sixteen steps."""
     step, end = round(16 * abs(value)) / 16, RED if value > 0 else BLUE
     return "#" + "".join(f"{round(255 + step * (channel - 255)):02x}" for channel in end)
-
-
-def _named(g: Element) -> str:
-    return str(g).replace("2", "²").replace("3", "³")
 
 
 FIGURES = (poses, layout, fourier, linear, kernels, families)

@@ -1,6 +1,7 @@
 """`quickvit report`."""
 
 import shlex
+import sys
 
 from jsonargparse import ArgumentParser
 
@@ -48,9 +49,9 @@ class TestReport:
         assert "wrong.json: models is '<script>'; expected a list of texts" in err
         assert not (tmp_path / "report").exists()
 
-    def test_missing_extra(self, run, monkeypatch):
-        monkeypatch.setattr("quickvit.cli.report.find_spec", lambda name: None)
-        code, _, err = run("report")
+    def test_missing_extra(self, run, monkeypatch, tmp_path):
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        code, _, err = run("report", "--bench", tmp_path, "--out", tmp_path / "report")
         assert code == 2
         assert 'pip install "quickvit[report]"' in err
 

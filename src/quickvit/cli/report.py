@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from jsonargparse import ArgumentParser, Namespace
 
 from quickvit.cli.command import Command
+from quickvit.report.build import build_report
 
 
 def report(arguments: Namespace) -> int:
     """Write a page of the paper's tables, figures and claims beside what was measured."""
-    if find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(
-            'the report needs matplotlib: pip install "quickvit[report]"', name="matplotlib"
-        )
-    from quickvit.report.build import build_report
-
     print(build_report(arguments.bench, arguments.runs, arguments.out, arguments.explorer))
     return 0
 
