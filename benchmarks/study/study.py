@@ -24,29 +24,33 @@ from typing import Any
 import torch
 
 from quickvit.bench.flops import count
+from quickvit.bench.record import write
 from quickvit.cli.build import load_model
 from quickvit.layers import INVARIANTS
+from quickvit.train import read_metrics
 
 QUICKVIT = (sys.executable, "-m", "quickvit")
 HERE = Path(__file__).resolve().parent
+# Of a run without labels: the teacher before the first update.
+FIRST = "teachers/step-00000000.safetensors"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A data set with what all its runs share: size and depth of the models, recipe, and how the result is judged."""
+    """What runs share: recipe, size and depth of the models, options, and the protocol that judges the result."""
 
     recipe: str
     size: str
     depth: int
     options: tuple[str, ...]
-    protocol: str
+    protocol: str = "accuracy"
 
     def model(self, family: str) -> str:
         """The full name of a family's model, or of the baseline."""
         return ("baseline_" if family == "vit" else f"quickvit_{family}_") + f"{self.size}_patch16_224"
 
 
-SETTINGS = {
+SUPERVISED = {
     "cifar10": Setting(
         "deit3",
         "tiny",
@@ -55,7 +59,6 @@ SETTINGS = {
             *("--img-size=32", "--patch-size=4", "--batch-size=512", "--epochs=30", "--learning-rate=3e-3"),
             *("--repeats=1", "--run.evaluate-every=485", "--run.save-every=970"),
         ),
-        "accuracy",
     ),
     "pbc_blood_96": Setting(
         "deit3",
@@ -65,7 +68,19 @@ SETTINGS = {
             *("--img-size=96", "--patch-size=8", "--batch-size=256", "--epochs=30", "--learning-rate=3e-3"),
             *("--repeats=1", "--run.evaluate-every=230", "--run.save-every=460"),
         ),
-        "accuracy",
+    ),
+}
+# Without labels, and judged by what frozen features are good for.
+SELF_SUPERVISED = {
+    "pbc_blood_96": Setting(
+        "dinov2",
+        "small",
+        12,
+        (
+            *("--preset=small", "--views=dinobloom", "--img-size=96", "--patch-size=8", "--steps=3000"),
+            *("--run.evaluate-every=1000", "--run.save-every=1000"),
+        ),
+        "hematology",
     ),
 }
 
@@ -74,6 +89,7 @@ SETTINGS = {
 class Run:
     """One model to train. labels: its name in each study that it belongs to."""
 
+    setting: Setting
     family: str
     seed: int
     labels: Mapping[str, str]
@@ -86,89 +102,83 @@ class Run:
         return f"{study}-{label}-{self.seed}"
 
 
-def runs(setting: Setting, seed: int) -> Iterator[Run]:
+def runs(dataset: str, seed: int) -> Iterator[Run]:
     """All runs of one seed, those of the main comparison first."""
-    half = f"k={setting.depth // 2}"
-    yield Run("vit", seed, {"families": "vit"})
-    yield Run(
-        "h8",
-        seed,
-        {"families": "h8", "depth": half, "lift": "octic", "initialisation": "matched", "norm": "paper"},
-    )
-    yield Run("i8", seed, {"families": "i8", "invariants": "power_spectrum"})
-    yield Run("d8", seed, {"families": "d8"})
-    yield Run("h2", seed, {"families": "h2"})
+    setting = SUPERVISED[dataset]
+
+    def run(family: str, labels: Mapping[str, str], *options: str) -> Run:
+        return Run(setting, family, seed, labels, options)
+
+    yield run("vit", {"families": "vit"})
+    same = {"depth": f"k={setting.depth // 2}", "lift": "octic", "initialisation": "matched", "norm": "paper"}
+    yield run("h8", {"families": "h8", **same})
+    yield run("i8", {"families": "i8", "invariants": "power_spectrum"})
+    yield run("d8", {"families": "d8"})
+    yield run("h2", {"families": "h2"})
     for quarter in (0, 1, 3, 4):
         k = quarter * setting.depth // 4
-        yield Run("h8", seed, {"depth": f"k={k}"}, (f"--octic-depth={k}",))
+        yield run("h8", {"depth": f"k={k}"}, f"--octic-depth={k}")
     for invariant in INVARIANTS:
         if invariant != "power_spectrum":
-            yield Run("i8", seed, {"invariants": invariant}, (f"--invariant={invariant}",))
-    yield Run("h8", seed, {"lift": "free"}, ("--lift=free",))
-    yield Run("h8", seed, {"initialisation": "released"}, ('--model-args={"released_init": true}',))
-    yield Run("h8", seed, {"norm": "released"}, ('--model-args={"released_norm": true}',))
+            yield run("i8", {"invariants": invariant}, f"--invariant={invariant}")
+    yield run("h8", {"lift": "free"}, "--lift=free")
+    yield run("h8", {"initialisation": "released"}, '--model-args={"released_init": true}')
+    yield run("h8", {"norm": "released"}, '--model-args={"released_norm": true}')
+    if dataset in SELF_SUPERVISED:
+        for family in ("vit", "h8", "i8"):
+            yield Run(SELF_SUPERVISED[dataset], family, seed, {"dinov2": family})
 
 
 class Job:
-    """A run in the making: training, then testing in all poses, each in a process of its own."""
+    """A run in the making: training, then tests, one process after the other."""
 
-    def __init__(self, run: Run, setting: Setting, arguments: argparse.Namespace) -> None:
-        self.run, self.setting, self.arguments = run, setting, arguments
+    def __init__(self, run: Run, arguments: argparse.Namespace) -> None:
+        self.run, self.arguments = run, arguments
         self.folder = arguments.runs / run.name
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.command = [
-            *("train", setting.recipe, f"--model={setting.model(run.family)}", f"--data={arguments.data}"),
-            *(
-                f"--out={self.folder}",
-                f"--seed={run.seed}",
-                *setting.options,
-                *run.options,
-                "--cache=true",
-                "--colors=device",
-            ),
-            *(f"--run.workers={arguments.workers}", f"--run.compile={arguments.compile}", *arguments.extra),
-        ]
-        self.testing = False
-        self.process = self._start(self.command, self.folder / "train.log")
+        self.steps = self._steps()
+        self.process = self._start(*next(self.steps))
 
-    def _start(self, command: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
-        with output.open("ab") as out, (self.folder / "log").open("ab") as log:
+    def _steps(self) -> Iterator[tuple[Sequence[str], str]]:
+        """Commands, and the files for what they print."""
+        run, setting, arguments = self.run, self.run.setting, self.arguments
+        data = f"--data={arguments.data}"
+        training = (
+            *("train", setting.recipe, f"--model={setting.model(run.family)}", data, f"--out={self.folder}"),
+            *(f"--seed={run.seed}", *setting.options, *run.options, "--cache=true", "--colors=device"),
+            *(f"--run.workers={arguments.workers}", f"--run.compile={arguments.compile}", *arguments.extra),
+        )
+        yield training, "train.log"
+        options = (data, "--batch-size=500", f"--workers={arguments.workers}", "--json")
+        if setting.protocol != "accuracy":
+            options += (f"--cache={self.folder / 'features'}",)
+            for model, file in ((self.folder, "answers.json"), (self.folder / FIRST, "before.json")):
+                yield ("eval", setting.protocol, str(model), *options), file
+        yield ("eval", "rotation", str(self.folder), f"--protocol={setting.protocol}", *options), "poses.json"
+
+    def _start(self, command: Sequence[str], output: str) -> subprocess.Popen[bytes]:
+        with (self.folder / output).open("wb") as out, (self.folder / "log").open("ab") as log:
             return subprocess.Popen([*QUICKVIT, *command], stdout=out, stderr=log)
 
     def done(self) -> bool:
-        """Whether there is nothing left to wait for; a job that was trained is tested next."""
+        """Whether there is nothing left to wait for; what was trained is tested next, and then recorded."""
         code = self.process.poll()
         if code is None:
             return False
         if code:
             print(f"{self.run.name}: stopped with code {code}, see {self.folder / 'log'}", flush=True)
             return True
-        if self.testing:
-            self._record()
-            return True
-        self.testing = True
-        poses = self.folder / "poses.json"
-        poses.unlink(missing_ok=True)
-        options = (
-            f"--data={self.arguments.data}",
-            "--batch-size=500",
-            f"--workers={self.arguments.workers}",
-            "--json",
-        )
-        test = ["eval", "rotation", str(self.folder), f"--protocol={self.setting.protocol}", *options]
-        self.process = self._start(test, poses)
-        return False
-
-    def _record(self) -> None:
-        record = result(self.folder, self.run, self.arguments.dataset, self.setting)
+        following = next(self.steps, None)
+        if following is not None:
+            self.process = self._start(*following)
+            return False
+        record = {"dataset": self.arguments.dataset, **result(self.folder, self.run)}
         for study, label in self.run.labels.items():
-            path = place(self.arguments, study, label, self.run.seed)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(
-                json.dumps({"study": study, "name": label, **record}, indent=1) + "\n", encoding="utf-8"
+            write(
+                {"study": study, "name": label, **record}, place(self.arguments, study, label, self.run.seed)
             )
-        upright = record["poses"][0]
-        print(f"{self.run.name}: {upright}", flush=True)
+        print(f"{self.run.name}: {record['poses'][0]}", flush=True)
+        return True
 
 
 def place(arguments: argparse.Namespace, study: str, label: str, seed: int) -> Path:
@@ -176,41 +186,47 @@ def place(arguments: argparse.Namespace, study: str, label: str, seed: int) -> P
     return arguments.results / f"{arguments.dataset}-{study}" / f"{label}-{seed}.json"
 
 
-def result(folder: Path, run: Run, dataset: str, setting: Setting) -> dict[str, Any]:
+def result(folder: Path, run: Run) -> dict[str, Any]:
     """What a finished run folder says."""
     config = json.loads((folder / "config.json").read_text())
     start = json.loads((folder / "starts.jsonl").read_text().splitlines()[-1])
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rates = [line["images_per_second"] for line in metrics if "images_per_second" in line]
+    metrics = read_metrics(folder)
+    rates, memory = (
+        [line[key] for line in metrics if key in line] for key in ("images_per_second", "memory_mib")
+    )
     with torch.device("meta"):
         cost = count(load_model(str(folder)))
-    return {
-        "dataset": dataset,
+    found = {
         "seed": run.seed,
-        "model": {"name": setting.model(run.family), "options": list(run.options)},
+        "model": {"name": run.setting.model(run.family), "options": list(run.options)},
         "gmacs": cost.macs / 1e9,
         "parameters": cost.parameters,
         "training": {
-            "recipe": setting.recipe,
+            "recipe": run.setting.recipe,
             "epochs": config.get("epochs"),
             "steps": metrics[-1]["step"],
             "images_per_s": statistics.median(rates) if rates else None,
+            "memory_mib": max(memory, default=None),
         },
         "curve": [line for line in metrics if any(key.startswith("eval/") for key in line)],
         "poses": json.loads((folder / "poses.json").read_text())["rows"],
         "provenance": {key: start[key] for key in ("hardware", "versions", "commit", "date", "command")},
     }
+    for name in ("answers", "before"):
+        if run.setting.protocol != "accuracy":
+            found[name] = json.loads((folder / f"{name}.json").read_text())["answers"]
+    return found
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Carry out what is missing of the chosen studies."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("dataset", choices=SETTINGS)
+    parser.add_argument("dataset", choices=SUPERVISED)
     parser.add_argument("--data", required=True)
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--results", type=Path, default=HERE.parent / "results")
     parser.add_argument(
-        "--studies", nargs="+", help="families, depth, invariants, lift, initialisation, norm; all"
+        "--studies", nargs="+", help="families, depth, invariants, lift, initialisation, norm, dinov2; all"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--families", nargs="+", help="only these")
@@ -223,12 +239,11 @@ def main() -> int:
     parser.add_argument(
         "--extra", nargs=argparse.REMAINDER, default=[], help="further options of the training"
     )
-    arguments = parser.parse_args()
-    setting = SETTINGS[arguments.dataset]
+    arguments = parser.parse_args(argv)
     waiting = [
         run
         for seed in arguments.seeds
-        for run in runs(setting, seed)
+        for run in runs(arguments.dataset, seed)
         if (arguments.studies is None or set(arguments.studies) & set(run.labels))
         and (arguments.families is None or run.family in arguments.families)
         and not all(place(arguments, *label, seed).exists() for label in run.labels.items())
@@ -246,7 +261,7 @@ def main() -> int:
             print(f"{len(running)} interrupted, {len(waiting)} not begun", flush=True)
             return os.EX_TEMPFAIL
         while waiting and len(running) < arguments.jobs:
-            running.append(Job(waiting.pop(0), setting, arguments))
+            running.append(Job(waiting.pop(0), arguments))
         time.sleep(0.2)
     return 0
 

@@ -8,7 +8,7 @@ import tiny_runs
 import torch
 
 from quickvit.recipes.deit3 import Deit3, resolve
-from quickvit.train import Trainer, World
+from quickvit.train import Trainer, World, read_metrics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,6 +43,7 @@ def test_a_run_and_its_continuation(images, tmp_path, compile, optimizer):
     assert stopped.stopped
     assert 5 < stopped.steps < 15
     assert trainer(Deit3, tmp_path / "stopped").fit().steps == 15
+    assert all(0 < row["memory_mib"] < 10_000 for row in read_metrics(tmp_path / "whole") if "loss" in row)
     ours, theirs = (tiny_runs.metrics(tmp_path / name) for name in ("stopped", "whole"))
     assert len(ours) == len(theirs)
     for row, expected in zip(ours, theirs, strict=True):

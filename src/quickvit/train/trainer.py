@@ -133,7 +133,7 @@ class Trainer:
                     metrics, stopped = self.update(done, next(batches), stop)
                 done += 1
                 if self._due(done, run.log_every):
-                    journal.write(done, self._numbers(metrics))
+                    journal.write(done, {**self._numbers(metrics), **self._memory()})
                 if not stopped and self._due(done, run.evaluate_every):
                     self.evaluate(done, journal)
                 if stopped or self._due(done, run.save_every):
@@ -189,6 +189,9 @@ class Trainer:
         with torch.no_grad(), self.recipe.autocast(self.world.device):
             journal.evaluation(done, self.recipe.evaluate(self.world))
         self.train_mode(True)
+        if self.world.device.type == "cuda":
+            # What an evaluation needs is not what training needs.
+            torch.cuda.reset_peak_memory_stats(self.world.device)
 
     def _evaluated(self, done: int) -> bool:
         """Whether the evaluation after so many updates is in the log already."""
@@ -282,6 +285,13 @@ class Trainer:
         """Metrics averaged over the ranks, as numbers."""
         means = self.world.sum(self._stack(metrics)) / self.world.size
         return dict(zip(metrics, means.tolist(), strict=True))
+
+    def _memory(self) -> dict[str, float]:
+        """The most GPU memory that this process held for training since its last evaluation; nothing on a CPU."""
+        device = self.world.device
+        return (
+            {"memory_mib": torch.cuda.max_memory_allocated(device) / 2**20} if device.type == "cuda" else {}
+        )
 
     @contextmanager
     def _surroundings(self, start: int, label: str) -> Iterator[tuple[StopRequest, Journal]]:

@@ -10,7 +10,7 @@ from quickvit.report.results import QUARTER, Results, Run
 from quickvit.report.table import NOTHING, Column, Table, unique
 from quickvit.report.tables.beside import family_name, quotation
 from quickvit.report.tables.measures import GMACS, Measure, Quote, Shown, headings, row
-from quickvit.report.tables.studies import FAMILIES
+from quickvit.report.tables.studies import FAMILIES, study_command
 
 STUDY = "dinov2"
 # The names that a linear classifier and k-NN may have; 20 is the k of DINOv2's and DinoBloom's tables.
@@ -18,7 +18,7 @@ LINEAR, NEIGHBOURS = ("linear", "logistic"), ("knn", "20-NN")
 CLASSIFIERS = ("1-NN", "20-NN", "logistic")
 METRICS = {"weighted_f1": "wF1", "accuracy": "Acc", "balanced_accuracy": "bAcc"}
 COMMANDS = (
-    "benchmarks/study/pbc.sh DATA OUT",
+    study_command(STUDY, "pbc_blood_96"),
     "quickvit train dinov2 --model quickvit_h8_large_patch16_224 --data IMAGENET --out RUN",
     "quickvit eval all RUN --imagenet IMAGENET --ade20k ADE20K --voc2012 VOC2012",
 )

@@ -75,10 +75,10 @@ class Study:
         )
 
 
-def study_command(study: str) -> str:
+def study_command(study: str, dataset: str = "cifar10") -> str:
     """The command that runs a study."""
     script = "python benchmarks/study/study.py"
-    return f"{script} cifar10 --data DATA --runs RUNS --studies {study} --seeds 0 1 2"
+    return f"{script} {dataset} --data DATA --runs RUNS --studies {study} --seeds 0 1 2"
 
 
 def natural(name: str) -> list[tuple[int, str]]:
