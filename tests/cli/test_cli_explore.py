@@ -72,6 +72,10 @@ def test_a_page(run, models):
             ("i8.safetensors", "--baseline", "vit.safetensors", "--images", "0"),
             "--images must be from 1 to the 360",
         ),
+        (
+            ("i8.safetensors", "--baseline", "vit.safetensors", "--changing", "-1"),
+            "--changing must be at least 0, got -1",
+        ),
     ],
 )
 def test_mistakes(run, models, monkeypatch, options, message):

@@ -27,6 +27,8 @@ POOL = 16
 
 def explore(arguments: Namespace) -> int:
     """Write a page on which images are turned and mirrored, and an octic model watched beside a baseline."""
+    if arguments.changing < 0:
+        raise ValueError(f"--changing must be at least 0, got {arguments.changing}")
     device = choose_device(arguments.device)
     model, baseline = (load_model(name).to(device) for name in (arguments.model, arguments.baseline))
     source = open_source(arguments.data, arguments.split)

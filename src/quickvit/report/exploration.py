@@ -163,7 +163,7 @@ def explore(
 @torch.inference_mode()
 def ask_in_poses(model: nn.Module, image: Image.Image) -> Tensor:
     """The probabilities [8, classes] that a model gives for an image in the poses `POSES`."""
-    return _ask(model, _poses(model, image))
+    return _ask(model.eval(), _poses(model, image))
 
 
 def model_name(model: nn.Module) -> str:
