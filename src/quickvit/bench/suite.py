@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from quickvit.bench.dinov2 import bench_dinov2
 from quickvit.bench.feeding import bench_feeding
 from quickvit.bench.layers import bench_gelu, bench_linear, count_flops
-from quickvit.bench.models import RECIPES, bench_blocks, bench_memory, bench_models, bench_training
+from quickvit.bench.models import bench_blocks, bench_memory, bench_models, bench_training
 from quickvit.bench.operators import bench_operators
 from quickvit.bench.record import surroundings
 from quickvit.bench.table import SPEED, Row
@@ -20,6 +21,7 @@ from quickvit.bench.work import Ceilings, Shape
 from quickvit.data import cache, open_source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RECIPES = ("deit3", "dinov2")
 # Sizes that the literature uses with patches of 16 pixels; the larger ones have 14.
 COARSE = ("tiny", "small", "base", "large")
 
@@ -40,6 +42,8 @@ class Request:
     dtypes: tuple[str, ...] | None = None
     compile: str | None = None
     recipe: str = RECIPES[0]
+    drop_path: float | None = None
+    drop_path_subset: bool | None = None
     data: str | None = None
     workers: int = 0
     cache: bool = False
@@ -48,10 +52,20 @@ class Request:
     repeats: int | None = None
 
     def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"unknown recipe {self.recipe!r}; expected one of {', '.join(RECIPES)}")
+        if self.recipe != "dinov2" and self.stochastic_depth:
+            raise ValueError(f"{' and '.join(self.stochastic_depth)} is for dinov2, not for {self.recipe}")
         if self.data is None and (self.workers or self.cache):
             raise ValueError("workers and cache are about data; name it with --data")
         if self.data is not None and self.recipe != RECIPES[0]:
             raise ValueError(f"data comes as in {RECIPES[0]}, not as in {self.recipe}; leave one of them out")
+
+    @property
+    def stochastic_depth(self) -> dict[str, Any]:
+        """What was asked for of stochastic depth."""
+        chosen = {name: getattr(self, name) for name in ("drop_path", "drop_path_subset")}
+        return {name: value for name, value in chosen.items() if value is not None}
 
     @property
     def cuda(self) -> bool:
@@ -99,13 +113,15 @@ def _model(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row
 
 
 def _train(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
-    """Forward and backward passes of whole models; below float32 with autocast. With data, also fed by a loader."""
+    """Training steps of whole models; below float32 with autocast. With data, also fed by a loader."""
     families = request.families or ("d8", "h8", "i8")
     if request.data is not None:
         source = open_source(request.data)
         source = cache(source) if request.cache else source
         return bench_feeding(settings, request.shapes(), families, source, request.workers)
-    return bench_training(settings, ceilings, request.shapes(), families, recipe=request.recipe)
+    if request.recipe == "dinov2":
+        return bench_dinov2(settings, ceilings, request.shapes(), families, **request.stochastic_depth)
+    return bench_training(settings, ceilings, request.shapes(), families)
 
 
 def _block(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
