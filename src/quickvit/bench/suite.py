@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from quickvit.bench.dinov2 import bench_dinov2
 from quickvit.bench.feeding import bench_feeding
 from quickvit.bench.layers import bench_gelu, bench_linear, count_flops
 from quickvit.bench.models import bench_blocks, bench_memory, bench_models, bench_training
@@ -120,6 +119,10 @@ def _train(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row
         source = cache(source) if request.cache else source
         return bench_feeding(settings, request.shapes(), families, source, request.workers)
     if request.recipe == "dinov2":
+        from quickvit.bench.dinov2 import (
+            bench_dinov2,
+        )  # it imports the recipe, which imports this room's records
+
         return bench_dinov2(settings, ceilings, request.shapes(), families, **request.stochastic_depth)
     return bench_training(settings, ceilings, request.shapes(), families)
 

@@ -16,6 +16,8 @@ SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_head
 
 def encoder(name, **options):
     options = {**SMALL, "dynamic_img_size": True, **options}
+    if name == "baseline":
+        return CropEncoder(randomize(create_model("baseline_tiny_patch16_224", **options))).eval()
     if name == "timm":
         return CropEncoder(randomize(timm.create_model("vit_tiny_patch16_224", **options))).eval()
     return CropEncoder(randomize(QuickVisionTransformer(family=name, mask_token=True, **options))).eval()
@@ -27,7 +29,7 @@ def images():
     return torch.randn(3, 3, 16, 16, generator=generator), torch.randn(5, 3, 8, 8, generator=generator)
 
 
-@pytest.mark.parametrize("name", ["h8", "i8", "d8", "timm"])
+@pytest.mark.parametrize("name", ["h8", "i8", "d8", "timm", "baseline"])
 def test_each_batch_of_crops_is_what_the_model_makes_of_it(name, images):
     model = encoder(name, reg_tokens=2)
     found = model(images)
