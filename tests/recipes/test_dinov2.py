@@ -406,6 +406,21 @@ def test_the_two_processes_had_different_numbers_of_hidden_patches(config):
     assert any(one != two for one, two in counts)
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_draw_their_own_stochastic_depth_from_the_seed(images, tmp_path, parallel):
+    runs = [
+        tiny_runs.views_config(
+            images, tmp_path / name, {"parallel": parallel}, steps=4, drop_path=0.3, seed=seed
+        )
+        for name, seed in (("first", 0), ("again", 0), ("other", 1))
+    ]
+    for chosen in runs:
+        tiny_runs.run_ranks(chosen, 2)
+    first, again, other = (tiny_runs.metrics(chosen.out) for chosen in runs)
+    assert first == again
+    assert first != other
+
+
 def test_several_passes_compute_what_one_does(alone, exact):
     chosen = exact("softmax", {"accumulate": 2})
     train(chosen)

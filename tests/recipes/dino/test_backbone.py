@@ -80,6 +80,30 @@ def test_any_baseline_will_do(images):
     assert [len(tokens) for tokens in model(images)] == [3, 5]
 
 
+@pytest.mark.parametrize("name", ["h8", "i8", "d8", "baseline"])
+def test_training_is_one_graph_whatever_was_drawn(name, images):
+    torch.compiler.reset()
+    model = encoder(name, drop_path_rate=0.4).train()
+    for block in model.vit.blocks:
+        block.drop_path_subset = True
+    mask = torch.zeros(3, 16, dtype=torch.bool)
+    seen = []
+
+    def record(graph, _):
+        seen.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=record)
+    for seed in range(3):
+        mask[:, seed] = True
+        torch.manual_seed(seed)
+        found = compiled(images, mask)
+        torch.manual_seed(seed)
+        for ours, plain in zip(found, model(images, mask), strict=True):
+            torch.testing.assert_close(ours, plain)
+    assert len(seen) == 1
+
+
 # ---------------------------------------------------------------------- heads
 
 
