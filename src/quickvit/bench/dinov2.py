@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from quickvit.data import BlockMasking, ViewBatch
 from quickvit.recipes import Dinov2, Dinov2Config
 from quickvit.recipes.dino.backbone import CropEncoder
 from quickvit.recipes.dino.head import DinoHead
-from quickvit.recipes.dinov2 import IMAGENET, resolve
+from quickvit.recipes.dinov2 import GROUP, IMAGENET, SUBSET, resolve
 from quickvit.train.distributed import trained
 
 # DINOv2's crops of an image: how many, and their side as a share of the largest.
@@ -58,20 +59,21 @@ def bench_dinov2(
     families: Sequence[str],
     *,
     drop_path: float = IMAGENET["drop_path"],
-    drop_path_subset: bool = True,
+    drop_path_subset: bool | None = None,
 ) -> list[Row]:
     """Steps of DINOv2 less the optimiser: two crops through the teacher, ten through the student, heads and losses.
 
     Each backbone is timed with all crops in one packed pass, as it is trained, and with a pass per size; and once for
     all, what the heads and losses take of these times.
     """
+    subset = drop_path >= SUBSET if drop_path_subset is None else drop_path_subset
     rows = []
     for shape in shapes:
-        build = partial(_step, shape, settings, drop_path=drop_path, drop_path_subset=drop_path_subset)
+        build = partial(_step, shape, settings, drop_path=drop_path, drop_path_subset=subset)
         head_work = _head_work(shape, settings)
         packed, separate = [], []
         for name in competitors(families):
-            steps = [*_work(shape, name, settings, drop_path if drop_path_subset else 0.0), *head_work]
+            steps = [*_work(shape, name, settings, drop_path if subset else 0.0), *head_work]
             packed.append(Case(name, partial(build, name, CropEncoder), steps, settings.batch))
             apart = partial(build, name, Separate)
             separate.append(Case(f"{name}, a pass per size", apart, steps, settings.batch))
@@ -155,7 +157,9 @@ def _head_work(shape: Shape, settings: Settings) -> list[Work]:
     """The products of both heads, those of the student also backwards, on class tokens and hidden patches."""
     storage, side = Storage.training(settings.dtype), shape.img_size // shape.patch
     (views, _), (local, _) = CROPS
-    taught = settings.batch * views + BlockMasking((side, side), group=settings.batch).most
+    group = math.gcd(GROUP, settings.batch)
+    hidden = settings.batch // group * BlockMasking((side, side), group=group).most
+    taught = settings.batch * views + hidden
     with torch.device("meta"):
         head = DinoHead(shape.dims.embed_dim, IMAGENET["prototypes"])
     steps = []

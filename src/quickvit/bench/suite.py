@@ -119,9 +119,8 @@ def _train(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row
         source = cache(source) if request.cache else source
         return bench_feeding(settings, request.shapes(), families, source, request.workers)
     if request.recipe == "dinov2":
-        from quickvit.bench.dinov2 import (
-            bench_dinov2,
-        )  # it imports the recipe, which imports this room's records
+        # It imports the recipe, which imports this room's records.
+        from quickvit.bench.dinov2 import bench_dinov2
 
         return bench_dinov2(settings, ceilings, request.shapes(), families, **request.stochastic_depth)
     return bench_training(settings, ceilings, request.shapes(), families)

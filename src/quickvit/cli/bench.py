@@ -35,7 +35,10 @@ BENCH_OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "--drop-path": (("train",), {"type": float, "help": "stochastic depth of dinov2, 0.3 by default"}),
     "--drop-path-subset": (
         ("train",),
-        {"type": bool, "help": "whether dinov2 leaves samples out of the computation, true by default"},
+        {
+            "type": bool,
+            "help": "whether dinov2 leaves samples out of the computation; as in training by default",
+        },
     ),
     "--data": (("train",), {"help": "also the throughput with this data: a folder, digits, wds/…, torch/…"}),
     "--workers": (("train",), {"type": int, "default": 0, "help": "processes that read the data"}),

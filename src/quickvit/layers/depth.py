@@ -53,14 +53,18 @@ class Subset(NamedTuple):
 
 def draw_subset(x: Tensor, drop_path: float, shapes: Shapes | None = None) -> Subset:
     """All samples of x [B, ...] but a share of `drop_path`, rounded down; of packed sequences, of each batch."""
+    batches = shapes or ((x.shape[0], 1),)
+    numbers = [number for number, _ in batches]
+    keys = torch.rand(sum(numbers), device=x.device).split(numbers)
+    # Sorted together, since that is one launch; whole numbers keep the batches apart.
+    order = torch.cat([key + i for i, key in enumerate(keys)]).argsort().split(numbers)
     rows, scales, kept = [], [], []
-    first = 0
-    for number, length in shapes or ((x.shape[0], 1),):
+    sample = token = 0
+    for chosen, (number, length) in zip(order, batches, strict=True):
         count = max(1, number - int(number * drop_path))
-        chosen = torch.rand(number, device=x.device).argsort()[:count]
-        tokens = torch.arange(length, device=x.device)
-        rows.append((first + length * chosen.unsqueeze(1) + tokens).flatten())
+        places = length * (chosen[:count].unsqueeze(1) - sample) + torch.arange(length, device=x.device)
+        rows.append((token + places).flatten())
         scales.append(torch.full((count * length,), number / count, device=x.device, dtype=torch.float32))
         kept.append((count, length))
-        first += number * length
+        sample, token = sample + number, token + number * length
     return Subset(torch.cat(rows), torch.cat(scales), tuple(kept) if shapes else None)
