@@ -102,7 +102,8 @@ def test_dinov2(few_prototypes):
     heads = rows[-1]
     assert heads.name == HEADS
     assert heads.gflops < rows[0].gflops
-    whole = run("train", replace(asked, drop_path_subset=False, families=("vit",))).rows
+    whole = run("train", replace(asked, drop_path_subset=False, separate=False, families=("vit",))).rows
+    assert [row.name for row in whole] == ["vit", HEADS]
     assert rows[0].gflops < whole[0].gflops
 
 

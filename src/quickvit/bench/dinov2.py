@@ -60,30 +60,32 @@ def bench_dinov2(
     *,
     drop_path: float = IMAGENET["drop_path"],
     drop_path_subset: bool | None = None,
+    separate: bool = True,
 ) -> list[Row]:
     """Steps of DINOv2 less the optimiser: two crops through the teacher, ten through the student, heads and losses.
 
-    Each backbone is timed with all crops in one packed pass, as it is trained, and with a pass per size; and once for
-    all, what the heads and losses take of these times.
+    Each backbone is timed with all crops in one packed pass, as it is trained, and unless `separate` is False with a
+    pass per size; and once for all, what the heads and losses take of these times.
     """
     subset = drop_path >= SUBSET if drop_path_subset is None else drop_path_subset
     rows = []
     for shape in shapes:
         build = partial(_step, shape, settings, drop_path=drop_path, drop_path_subset=subset)
         head_work = _head_work(shape, settings)
-        packed, separate = [], []
+        packed, apart = [], []
         for name in competitors(families):
             steps = [*_work(shape, name, settings, drop_path if subset else 0.0), *head_work]
             packed.append(Case(name, partial(build, name, CropEncoder), steps, settings.batch))
-            apart = partial(build, name, Separate)
-            separate.append(Case(f"{name}, a pass per size", apart, steps, settings.batch))
+            if separate:
+                several = partial(build, name, Separate)
+                apart.append(Case(f"{name}, a pass per size", several, steps, settings.batch))
         without = partial(_step, replace(shape, depth=1), settings, BASELINE, Remembered)
         heads = Case(HEADS, without, head_work, settings.batch)
         label = f"{shape.label} dinov2"
-        outcomes = measure([*packed, *separate, heads], settings, label)
+        outcomes = measure([*packed, *apart, heads], settings, label)
         rows += timed_rows(f"{label} step", packed, outcomes, settings, ceilings)
-        for one, several in zip(packed, separate, strict=True):
-            rows += timed_rows(f"{label} packing of {one.name}", [several, one], outcomes, settings, ceilings)
+        for case, one in zip(apart, packed, strict=False):
+            rows += timed_rows(f"{label} packing of {one.name}", [case, one], outcomes, settings, ceilings)
         rows += timed_rows(f"{label} {HEADS}", [heads], outcomes, settings, ceilings)
     return rows
 

@@ -43,6 +43,7 @@ class Request:
     recipe: str = RECIPES[0]
     drop_path: float | None = None
     drop_path_subset: bool | None = None
+    separate: bool | None = None
     data: str | None = None
     workers: int = 0
     cache: bool = False
@@ -53,17 +54,17 @@ class Request:
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
             raise ValueError(f"unknown recipe {self.recipe!r}; expected one of {', '.join(RECIPES)}")
-        if self.recipe != "dinov2" and self.stochastic_depth:
-            raise ValueError(f"{' and '.join(self.stochastic_depth)} is for dinov2, not for {self.recipe}")
+        if self.recipe != "dinov2" and self.of_dinov2:
+            raise ValueError(f"{' and '.join(self.of_dinov2)} is for dinov2, not for {self.recipe}")
         if self.data is None and (self.workers or self.cache):
             raise ValueError("workers and cache are about data; name it with --data")
         if self.data is not None and self.recipe != RECIPES[0]:
             raise ValueError(f"data comes as in {RECIPES[0]}, not as in {self.recipe}; leave one of them out")
 
     @property
-    def stochastic_depth(self) -> dict[str, Any]:
-        """What was asked for of stochastic depth."""
-        chosen = {name: getattr(self, name) for name in ("drop_path", "drop_path_subset")}
+    def of_dinov2(self) -> dict[str, Any]:
+        """What was asked for that only dinov2 has."""
+        chosen = {name: getattr(self, name) for name in ("drop_path", "drop_path_subset", "separate")}
         return {name: value for name, value in chosen.items() if value is not None}
 
     @property
@@ -122,7 +123,7 @@ def _train(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row
         # It imports the recipe, which imports this room's records.
         from quickvit.bench.dinov2 import bench_dinov2
 
-        return bench_dinov2(settings, ceilings, request.shapes(), families, **request.stochastic_depth)
+        return bench_dinov2(settings, ceilings, request.shapes(), families, **request.of_dinov2)
     return bench_training(settings, ceilings, request.shapes(), families)
 
 

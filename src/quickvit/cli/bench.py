@@ -40,6 +40,10 @@ BENCH_OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "help": "whether dinov2 leaves samples out of the computation; as in training by default",
         },
     ),
+    "--separate": (
+        ("train",),
+        {"type": bool, "help": "time dinov2 also with a pass for each size of crops, true by default"},
+    ),
     "--data": (("train",), {"help": "also the throughput with this data: a folder, digits, wds/…, torch/…"}),
     "--workers": (("train",), {"type": int, "default": 0, "help": "processes that read the data"}),
     "--cache": (("train",), {"type": bool, "default": False, "help": "keep the decoded images in memory"}),
