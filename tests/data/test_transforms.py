@@ -12,7 +12,7 @@ from torchvision import transforms
 from torchvision.transforms import functional
 
 from quickvit.data import EvalTransform, deit3_transform, eval_transform
-from quickvit.data.transforms import color_jitter, random_resized_crop, three_augment
+from quickvit.data.transforms import adjust_hue, color_jitter, random_resized_crop, three_augment
 
 
 @pytest.fixture
@@ -166,3 +166,12 @@ def test_wrong_crops_are_named():
         ValueError, match="unknown crop_mode 'corner'; expected one of center, squash, border"
     ):
         EvalTransform(32, crop_mode="corner")
+
+
+def test_hues_are_those_of_torchvision_all_over_the_colours():
+    """Colours in steps of five, turned by amounts that jitter draws and by more."""
+    steps = np.arange(0, 256, 5, dtype=np.uint8)
+    colours = np.stack(np.meshgrid(steps, steps, steps), axis=-1).reshape(len(steps), -1, 3)
+    image = Image.fromarray(colours)
+    for turns in (-0.5, -0.1, -0.003, 0.0, 0.05, 0.1, 0.5):
+        assert same(adjust_hue(image, turns), functional.adjust_hue(image, turns)), turns

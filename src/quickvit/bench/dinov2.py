@@ -67,7 +67,7 @@ def bench_dinov2(
     Each backbone is timed with all crops in one packed pass, as it is trained, and unless `separate` is False with a
     pass per size; and once for all, what the heads and losses take of these times.
     """
-    subset = drop_path >= SUBSET if drop_path_subset is None else drop_path_subset
+    subset = drop_path > SUBSET if drop_path_subset is None else drop_path_subset
     rows = []
     for shape in shapes:
         build = partial(_step, shape, settings, drop_path=drop_path, drop_path_subset=subset)

@@ -80,7 +80,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
     octic_depth: the paper's k, the number of octic blocks; half the depth by default, all of it for d8.
     invariant: how steerable features become invariant (d8 and i8), one of `quickvit.layers.INVARIANTS`.
     drop_path_subset: in training, compute residual branches for those samples alone that stochastic depth keeps, and
-    keep the same number each time. Faster from a drop_path_rate of 0.1 on.
+    keep the same number each time. Faster above a drop_path_rate of 0.1.
     mask_token: learn a token that replaces hidden patches in `forward_features(x, mask)`.
     pos_grid: side of the square grid on which positions are learned; the image's own by default.
     lift: "octic", or "free" for the paper's ablation without symmetry in the patch embedding (h8 and h2).
