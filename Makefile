@@ -1,10 +1,11 @@
 # make demo: train three small models on digits and compare them. make test: lint, types and tests.
+# make docs: the site, in site/index.html.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types tests format clean
+.PHONY: demo test lint types docs tests format clean
 
 demo: $(READY)
 	$(BIN)/quickvit demo --out demo
@@ -17,6 +18,10 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+# Without the notice about the successor of the theme.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 tests: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not gpu"
@@ -32,4 +37,4 @@ $(READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache demo
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache demo site

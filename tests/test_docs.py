@@ -1,31 +1,142 @@
-"""The pages in docs/ say what runs."""
+"""The pages say what runs."""
 
 import json
 import re
+import runpy
 import shlex
 from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
 
 import pytest
+import torch
 
 from quickvit import QuickVisionTransformer, save_checkpoint
-from quickvit.cli import main
+from quickvit.cli import main, parse
 from quickvit.testing import randomize
 
-PAGES = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
+ROOT = Path(__file__).parent.parent
+PAGES = [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+# What stands behind the backticks. A block with a title, which the site shows above it, is not run.
+OPENING = re.compile(r'(python|sh|text)(?: title="Not run in the tests: (.+)")?')
+# Programs besides quickvit that a block of commands may call. They are not looked at.
+OTHERS = ("make", "pip", ".venv/bin/pre-commit", "awk")
 
 
-def blocks(page, language):
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+class Block(NamedTuple):
+    """A fenced block: its language, why it is not run, the line it begins in, and its code."""
+
+    language: str
+    exception: str | None
+    line: int
+    code: str
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_python_runs(page, tmp_path, monkeypatch):
+def blocks(page):
+    """All blocks of a page."""
+    text = page.read_text()
+    found = list(re.finditer(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", text, re.MULTILINE))
+    if len(re.findall(r"^ *(?:```|~~~)", text, re.MULTILINE)) != 2 * len(found):
+        raise ValueError(f"{page.name}: a block that is not closed, or not by ```")
+    for match in found:
+        opening = OPENING.fullmatch(match[2])
+        if opening is None:
+            raise ValueError(f"{page.name}: a block begins with {match[2]!r}, expected {OPENING.pattern}")
+        yield Block(opening[1], opening[2], text.count("\n", 0, match.start()) + 1, dedent(match[3]))
+
+
+def run(page):
+    """Run the Python of a page from top to bottom, as one program."""
+    namespace = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.language == "python" and not block.exception:
+            # Errors name the line of the page.
+            exec(compile("\n" * block.line + block.code, str(page), "exec"), namespace)
+
+
+def commands(page):
+    """The command lines of a page."""
+    for block in blocks(page):
+        if block.language == "sh" and not block.exception:
+            for line in block.code.replace("\\\n", " ").splitlines():
+                if words := shlex.split(line, comments=True):
+                    yield words
+
+
+def understand(page):
+    """Let the parser of quickvit read the command lines of a page."""
+    for words in commands(page):
+        if words[0] == "torchrun":
+            words = words[words.index("-m") + 1 :]
+        if words[0] == "quickvit":
+            parse(words[1:])
+        else:
+            assert words[0] in OTHERS, f"{page.name}: unknown program {words[0]}"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """An empty folder and cache to work in, and PyTorch's default precision afterwards."""
     monkeypatch.chdir(tmp_path)
-    for code in blocks(page, "python"):
-        exec(compile(code, str(page), "exec"), {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
-def test_the_commands_of_the_data_page_run(tmp_path, monkeypatch, capsys):
+def named(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_python_runs(page):
+    run(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_are_understood(page):
+    Path("recipe.yaml").write_text("model: quickvit_h8_tiny_patch16_224\ndata: digits\nout: run\n")
+    understand(page)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("```python\nassert 1 == 2\n```\n", AssertionError),
+        ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n", AssertionError),
+        ("1. In a list:\n\n    ```python\n    1 / 0\n    ```\n", ZeroDivisionError),
+        ("```python\nimport quickvit.nothing\n```\n", ImportError),
+        ("```pycon\n>>> 1\n```\n", ValueError),
+        ("```\nno language\n```\n", ValueError),
+        ('```python title="Later"\n1\n```\n', ValueError),
+        ('```python title="Not run in the tests: "\n1\n```\n', ValueError),
+        ("```python\n1 / 0\n", ValueError),
+        ("~~~python\n1 / 0\n~~~\n", ValueError),
+        ("```sh\nquickvit fly\n```\n", SystemExit),
+        ("```sh\nquickvit eval knn m.safetensors --dta digits\n```\n", SystemExit),
+        ("```sh\ntorchrun -m quickvit train deit3 --model m --data d --out o --epoks 3\n```\n", SystemExit),
+        ("```sh\nrm -r run\n```\n", AssertionError),
+    ],
+)
+def test_a_broken_block_is_caught(text, error):
+    page = Path("page.md")
+    page.write_text(text)
+
+    def look():
+        run(page)
+        understand(page)
+
+    with pytest.raises(error):
+        look()
+
+
+def test_an_exception_says_why():
+    page = Path("page.md")
+    page.write_text('```python title="Not run in the tests: needs two GPUs"\n1 / 0\n```\n')
+    run(page)
+    assert [block.exception for block in blocks(page)] == ["needs two GPUs"]
+
+
+def test_the_commands_of_the_data_page_run(capsys):
     options = {
         "img_size": 32,
         "patch_size": 8,
@@ -34,24 +145,19 @@ def test_the_commands_of_the_data_page_run(tmp_path, monkeypatch, capsys):
         "num_heads": 2,
         "num_classes": 10,
     }
-    save_checkpoint(randomize(QuickVisionTransformer(**options)), tmp_path / "model.safetensors")
-    monkeypatch.chdir(tmp_path)
-    (page,) = (page for page in PAGES if page.stem == "data")
-    commands = [line for code in blocks(page, "sh") for line in code.splitlines()]
-    assert len(commands) >= 3
-    for command in commands:
-        program, *arguments = shlex.split(command)
-        assert program == "quickvit"
-        assert main(arguments) == 0, capsys.readouterr().err
+    save_checkpoint(randomize(QuickVisionTransformer(**options)), "model.safetensors")
+    lines = [words for words in commands(ROOT / "docs/data.md") if words[0] == "quickvit"]
+    assert len(lines) >= 3
+    for line in lines:
+        assert main(line[1:]) == 0, capsys.readouterr().err
 
 
 def measured(name):
-    return json.loads((PAGES[0].parent.parent / "benchmarks" / f"{name}.json").read_text())
+    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
 
 
 def test_the_performance_page_says_what_was_measured():
-    (page,) = (page for page in PAGES if page.stem == "performance")
-    text = page.read_text()
+    text = (ROOT / "docs/performance.md").read_text()
     model, operators = measured("h200_model"), measured("h200_operators")
     for record in (model, operators):
         assert re.sub(r" --out \S+", "", record["command"]) in text
@@ -65,3 +171,11 @@ def test_the_performance_page_says_what_was_measured():
             pair = octic[case], octic[f"ViT-Huge/14 {operator}"]
             cells = (f"{1e3 * r['ms']:.0f} | {1e3 * r['floor_ms']:.0f} | {r['over_floor']:.2f}" for r in pair)
             assert f"| {operator} | {' | '.join(cells)} |" in text
+
+
+def test_the_figures_are_what_the_code_draws():
+    drawn = Path("figures")
+    drawn.mkdir()
+    runpy.run_path(str(ROOT / "docs/figures.py"))["main"](drawn)
+    committed = {file.name: file.read_text() for file in (ROOT / "docs/figures").iterdir()}
+    assert {file.name: file.read_text() for file in drawn.iterdir()} == committed

@@ -200,6 +200,15 @@ def test_linear():
     assert standard.case == "linear, C = 16 → 64, 8 tokens"
 
 
+def test_linear_layers_of_larger_groups():
+    rows = run("linear", replace(LAYERS, groups=(8, 16, 32), widths=(32,))).rows
+    check_times(rows)
+    assert [row.name for row in rows] == ["standard", "octic", "D16", "D32", "eight blocks"]
+    saved = {row.name: rows[0].gflops / row.gflops for row in rows}
+    assert saved["D16"] == pytest.approx(4 * 4**2 / 7)
+    assert saved["D32"] == pytest.approx(4 * 8**2 / 15)
+
+
 def test_gelu():
     rows = run("gelu", LAYERS).rows
     check_times(rows)
@@ -266,6 +275,8 @@ def test_a_failing_model_is_a_row(monkeypatch):
         ("train", {"drop_path": 0.1}, "drop_path is for dinov2, not for deit3"),
         ("model", {"dtypes": ("int8",)}, "unknown dtype 'int8'; expected one of float32"),
         ("linear", {"widths": (12,)}, "a width must be a positive multiple of 8, got 12"),
+        ("linear", {"widths": (64, 72), "groups": (8, 16)}, "a positive multiple of 16, got 72"),
+        ("linear", {"widths": (16,), "groups": (7,)}, "an even order of at least 2, got 7"),
         ("gelu", {"tokens": 0}, "tokens must be at least 1, got 0"),
     ],
 )

@@ -36,6 +36,14 @@ class TestBench:
         assert "C = 32" in out
         assert "ceilings in bfloat16: " in out
 
+    def test_linear_layers_of_other_groups(self, run):
+        small = ("--widths", 32, "--tokens", 2, "--batch", 1, "--device", "cpu", "--repeats", 1)
+        code, out, _ = run("bench", "linear", *small, "--groups", 8, 16, "--json")
+        assert code == 0
+        assert [row["name"] for row in json.loads(out)["results"]] == [
+            *("standard", "octic", "D16", "eight blocks")
+        ]
+
     def test_flops(self, run):
         code, out, _ = run("bench", "flops", "--widths", 64, "--json")
         assert code == 0

@@ -12,7 +12,8 @@ from torchvision import transforms
 from torchvision.transforms import functional
 
 from quickvit.data import EvalTransform, deit3_transform, eval_transform
-from quickvit.data.transforms import adjust_hue, color_jitter, random_resized_crop, three_augment
+from quickvit.data.colors import draw_jitter, paint_image
+from quickvit.data.transforms import draw_three_augment, random_resized_crop
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_three_augment_is_one_of_three_with_equal_odds(image):
     gray, solarized = functional.rgb_to_grayscale(image, 3), ImageOps.solarize(image, 128)
     for seed in range(600):
         draws = random.Random(seed)
-        out = three_augment(image, draws)
+        out = paint_image(image, [draw_three_augment(draws)])
         if same(out, gray):
             found["gray"] += 1
         elif same(out, solarized):
@@ -73,7 +74,7 @@ def test_jitter_is_that_of_torchvision(image, monkeypatch, strengths):
         parameters = (torch.tensor(order), *(factors.get(number) for number in range(4)))
         monkeypatch.setattr(transforms.ColorJitter, "get_params", lambda *_, p=parameters: p)
         expected = transforms.ColorJitter(*strengths)(image)
-        assert same(color_jitter(image, random.Random(seed), *strengths), expected)
+        assert same(paint_image(image, draw_jitter(random.Random(seed), *strengths)), expected)
     assert len(orders) >= 6
 
 
@@ -84,7 +85,7 @@ def test_the_recipe_is_its_parts_in_order(image):
         expected = random_resized_crop(image, (24, 32), draws)
         if draws.random() < 0.5:
             expected = functional.hflip(expected)
-        expected = color_jitter(three_augment(expected, draws), draws, 0.3, 0.3, 0.3)
+        expected = paint_image(expected, [draw_three_augment(draws), *draw_jitter(draws, 0.3, 0.3, 0.3)])
         torch.testing.assert_close(
             transform(image, seed),
             functional.normalize(functional.to_tensor(expected), transform.mean, transform.std),
@@ -166,12 +167,3 @@ def test_wrong_crops_are_named():
         ValueError, match="unknown crop_mode 'corner'; expected one of center, squash, border"
     ):
         EvalTransform(32, crop_mode="corner")
-
-
-def test_hues_are_those_of_torchvision_all_over_the_colours():
-    """Colours in steps of five, turned by amounts that jitter draws and by more."""
-    steps = np.arange(0, 256, 5, dtype=np.uint8)
-    colours = np.stack(np.meshgrid(steps, steps, steps), axis=-1).reshape(len(steps), -1, 3)
-    image = Image.fromarray(colours)
-    for turns in (-0.5, -0.1, -0.003, 0.0, 0.05, 0.1, 0.5):
-        assert same(adjust_hue(image, turns), functional.adjust_hue(image, turns)), turns

@@ -17,7 +17,8 @@ from quickvit.data import (
     dinov2_views,
     open_source,
 )
-from quickvit.data.transforms import color_jitter, random_resized_crop
+from quickvit.data.colors import draw_jitter, paint_image
+from quickvit.data.transforms import random_resized_crop
 
 # PyTorch warns of more workers than cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -58,7 +59,7 @@ def test_jitter_and_blur_change_colours_and_details(image):
     cropped = random_resized_crop(image, (16, 16), draws, (0.32, 1.0))
     for _ in range(4):
         draws.random()
-    expected = color_jitter(cropped, draws, 0.4, 0.4, 0.2, 0.1)
+    expected = paint_image(cropped, draw_jitter(draws, 0.4, 0.4, 0.2, 0.1))
     assert torch.equal(jittered.pixels(image, 3), functional.pil_to_tensor(expected))
     spread = [view.pixels(image, 3).float().diff(dim=-1).abs().mean() for view in (base, blurred)]
     assert spread[1] < spread[0] * 0.9

@@ -261,3 +261,19 @@ def test_wrong_images_are_named():
     dynamic = tiny("h8", dynamic_img_size=True)
     with pytest.raises(ValueError, match="18×16"):
         dynamic(torch.randn(1, 3, 18, 16))
+
+
+def test_octic_weights_start_matched_or_as_released():
+    torch.manual_seed(0)
+    weights = {
+        released: QuickVisionTransformer(
+            embed_dim=256, num_heads=4, depth=2, octic_depth=1, released_init=released
+        )
+        .blocks[0]
+        .mlp.fc1
+        for released in (False, True)
+    }
+    assert weights[True].weight_1.std().item() == pytest.approx(0.02, rel=0.05)
+    assert weights[True].weight_2.std().item() == pytest.approx(0.02, rel=0.05)
+    assert weights[False].weight_1.std().item() == pytest.approx(0.02 * 8**0.5, rel=0.05)
+    assert weights[False].weight_2.std().item() == pytest.approx(0.02 * 4**0.5, rel=0.05)

@@ -54,7 +54,7 @@ def test_a_run_and_its_continuation(images, tmp_path, compile, optimizer):
 def test_lamb_costs_few_launches(images, tmp_path):
     """Hundreds of small tensors, and no launch for each."""
     config = resolve(
-        tiny_runs.config(images, tmp_path, model_args={"embed_dim": 64, "depth": 8, "num_heads": 2}), DEVICE
+        tiny_runs.config(images, tmp_path, model_args={"embed_dim": 64, "depth": 24, "num_heads": 2}), DEVICE
     )
     trainer = Trainer(Deit3(config), config.run, world=World(device=DEVICE))
     for p in trainer.recipe.modules["model"].parameters():

@@ -19,7 +19,7 @@ from quickvit.bench import work
 from quickvit.bench.table import Row, timed_rows
 from quickvit.bench.timing import Case, GraphedCalls, Job, Settings, measure
 from quickvit.bench.work import Ceilings, Storage, Work, floor_ms
-from quickvit.group import D8
+from quickvit.group import D8, DihedralGroup
 from quickvit.layers import OcticBlock, OcticLinear, OcticMlp
 from quickvit.ops import octic_gelu
 
@@ -36,19 +36,27 @@ CACHES = 3
 
 
 def bench_linear(
-    settings: Settings, ceilings: Ceilings, widths: Sequence[int], *, tokens: int = 196
+    settings: Settings,
+    ceilings: Ceilings,
+    widths: Sequence[int],
+    *,
+    tokens: int = 196,
+    groups: Sequence[DihedralGroup] = (D8,),
 ) -> list[Row]:
-    """Linear layers C → 4C without bias: standard, octic, and eight equal blocks."""
+    """Linear layers C → 4C without bias: standard, equivariant to each of the groups, and eight equal blocks."""
     count = settings.batch * _positive("tokens", tokens)
     rows = []
-    for width in map(_width, widths):
+    for width in [_width(width, *groups) for width in widths]:
         outputs, storage = EXPANSION * width, Storage.inference(settings.dtype)
         eight = work.product(count, width, outputs, storage, 1 / 8, 1 / 8)
         layers: list[tuple[str, Callable[..., nn.Module], Work]] = [
-            ("standard", partial(nn.Linear, bias=False), work.linear(count, width, outputs, storage)),
-            ("octic", partial(OcticLinear, bias=False), work.linear(count, width, outputs, storage, D8)),
-            ("eight blocks", EightBlocks, eight),
+            ("standard", partial(nn.Linear, bias=False), work.linear(count, width, outputs, storage))
         ]
+        for group in groups:
+            kind = partial(OcticLinear, bias=False, group=group)
+            steps = work.linear(count, width, outputs, storage, group)
+            layers.append(("octic" if group == D8 else str(group), kind, steps))
+        layers.append(("eight blocks", EightBlocks, eight))
         cases = [
             layer_case(name, partial(_linear, kind, count, width, settings), [steps], settings, ceilings)
             for name, kind, steps in layers
@@ -174,9 +182,11 @@ def _mlp(name: str, count: int, width: int, settings: Settings) -> Job:
     return _on_random(settings.compiled(mlp.to(settings.dtype).eval()), count, width, settings)
 
 
-def _width(width: int) -> int:
-    if width < D8.order or width % D8.order:
-        raise ValueError(f"a width must be a positive multiple of {D8.order}, got {width}")
+def _width(width: int, *groups: DihedralGroup) -> int:
+    """The width, if features of all groups and of D8 can have it."""
+    order = math.lcm(D8.order, *(group.order for group in groups))
+    if width < order or width % order:
+        raise ValueError(f"a width must be a positive multiple of {order}, got {width}")
     return width
 
 

@@ -18,6 +18,7 @@ from quickvit.bench.table import SPEED, Row
 from quickvit.bench.timing import Settings, measure_ceilings, threads
 from quickvit.bench.work import Ceilings, Shape
 from quickvit.data import cache, open_source
+from quickvit.group import D8, DihedralGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECIPES = ("deit3", "dinov2")
@@ -36,6 +37,7 @@ class Request:
     depth: int | None = None
     families: tuple[str, ...] | None = None
     widths: tuple[int, ...] | None = None
+    groups: tuple[int, ...] = (D8.order,)
     tokens: int | None = None
     batch: int | None = None
     dtypes: tuple[str, ...] | None = None
@@ -138,9 +140,10 @@ def _memory(settings: Settings, _: Ceilings, request: Request) -> list[Row]:
 
 
 def _linear(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
-    """Linear layers C → 4C: standard, octic, and eight equal blocks."""
+    """Linear layers C → 4C: standard, octic or of other dihedral groups, and eight equal blocks."""
     widths = request.widths or ((1024, 8192) if request.cuda else (1024,))
-    return bench_linear(settings, ceilings, widths, tokens=_or(request.tokens, 196))
+    groups = [DihedralGroup(order) for order in request.groups]
+    return bench_linear(settings, ceilings, widths, tokens=_or(request.tokens, 196), groups=groups)
 
 
 def _gelu(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
@@ -174,6 +177,7 @@ BENCHMARKS = {
     "ops": Benchmark(_operators, LAYER, compiles=False),
     "flops": Benchmark(_flops, ("case", "name", "gflops", "ratio"), ceilings=False, compiles=False),
 }
+"""The benchmarks by their names, as in `quickvit bench NAME`."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The command `quickvit`: list, describe, verify, train and time models, embed images, run the demo."""
+"""The command `quickvit`: list, describe, verify, train and time models, embed images, report, run the demo."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 from quickvit import __version__
-from quickvit.cli import bench, demo, evaluate, models, train
+from quickvit.cli import bench, demo, evaluate, explore, models, report, train
 from quickvit.cli.command import Command
 
 COMMANDS: dict[str, Command] = {
@@ -19,6 +19,8 @@ COMMANDS: dict[str, Command] = {
     **evaluate.COMMANDS,
     **train.COMMANDS,
     **bench.COMMANDS,
+    **report.COMMANDS,
+    **explore.COMMANDS,
     **demo.COMMANDS,
 }
 
@@ -28,15 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 good, 1 a check failed, 2 wrong arguments or files, 75 stopped by a signal and ready to go on.
     """
-    argv = _spelled(sys.argv[1:] if argv is None else argv)
-    if not argv or argv[0] not in COMMANDS:
-        _overview().parse_args(argv)
-    name, *rest = argv
-    command = COMMANDS[name]
-    parser = ArgumentParser(prog=f"quickvit {name}", description=command.run.__doc__)
-    command.add_arguments(parser)
-    arguments = parser.parse_args(rest)
-    arguments.command_line = shlex.join(["quickvit", *argv])
+    command, arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         return command.run(arguments)
     except BrokenPipeError:
@@ -46,6 +40,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"quickvit: error: {error}", file=sys.stderr)
         return 2
+
+
+def parse(argv: Sequence[str]) -> tuple[Command, Namespace]:
+    """The command of a command line and its arguments; wrong ones end the program with code 2."""
+    argv = _spelled(argv)
+    if not argv or argv[0] not in COMMANDS:
+        _overview().parse_args(argv)
+    name, *rest = argv
+    command = COMMANDS[name]
+    parser = ArgumentParser(prog=f"quickvit {name}", description=command.run.__doc__)
+    command.add_arguments(parser)
+    arguments = parser.parse_args(rest)
+    arguments.command_line = shlex.join(["quickvit", *argv])
+    return command, arguments
 
 
 def _spelled(argv: Sequence[str]) -> Sequence[str]:

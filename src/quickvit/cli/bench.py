@@ -52,6 +52,10 @@ BENCH_OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"type": bool, "default": True, "help": "compare with a ViT averaged over eight views"},
     ),
     "--widths": (LAYERS, {"nargs": "+", "type": int, "help": "numbers of channels"}),
+    "--groups": (
+        ("linear",),
+        {"nargs": "+", "type": int, "default": [8], "help": "orders of dihedral groups; 8 is the octic one"},
+    ),
     "--tokens": (LAYERS, {"type": int, "help": "of an image; 196, in flops 197"}),
     "--batch": (MEASURED, {"type": int, "help": "images; 8 on a CPU, 64 on a GPU, in gelu 32"}),
     "--dtype": (MEASURED, {"nargs": "+", "choices": list(suite.DTYPES), "help": "one or several"}),

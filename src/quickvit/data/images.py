@@ -15,7 +15,6 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
-# What Pillow's decoders were seen to raise on files that are damaged, foreign or too large.
 UNREADABLE = (
     OSError,
     ValueError,
@@ -31,6 +30,7 @@ UNREADABLE = (
     Image.DecompressionBombError,
     Image.DecompressionBombWarning,
 )
+"""What Pillow's decoders were seen to raise on files that are damaged, foreign or too large."""
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from quickvit.data.colors import Unpainted
 from quickvit.data.images import Unreadable
 from quickvit.data.mixing import Mixing
 from quickvit.data.seeds import derived_seed
@@ -311,9 +312,16 @@ def _read(
     return Loaded(make(image, seed), target, index)
 
 
+def stack(items: Sequence[Any]) -> Any:
+    """Tensors, or named tuples of tensors, stacked."""
+    if isinstance(items[0], Tensor):
+        return torch.stack(list(items))
+    return type(items[0])(*map(stack, zip(*items, strict=True)))
+
+
 def _collate(samples: Sequence[Loaded], step: int = 0, first: int = 0) -> Batch:  # noqa: ARG001
     images, targets, indices = zip(*samples, strict=True)
-    return Batch(torch.stack(images), torch.tensor(targets), torch.tensor(indices))
+    return Batch(stack(images), torch.tensor(targets), torch.tensor(indices))
 
 
 # ---------------------------------------------------------------------- in the training process
@@ -372,9 +380,16 @@ class _Pipeline:
 
     def _finish(self, batch: Any) -> Any:
         """The tensors of a batch on the device; bytes are images and become normalised."""
-        return type(batch)(*(self._arrive(tensor.to(self.device, non_blocking=True)) for tensor in batch))
+        return type(batch)(*map(self._arrive, batch))
 
-    def _arrive(self, tensor: Tensor) -> Tensor:
-        if isinstance(self.transform, TwoSteps) and tensor.dtype == torch.uint8:
-            return self.transform.normalize(tensor)
-        return tensor
+    def _arrive(self, item: Any) -> Any:
+        if isinstance(item, Unpainted):
+            # The changes stay behind: the host must know them to ask the device for them.
+            item = item._replace(pixels=item.pixels.to(self.device, non_blocking=True))
+        else:
+            item = item.to(self.device, non_blocking=True)
+        if isinstance(self.transform, TwoSteps) and (
+            isinstance(item, Unpainted) or item.dtype == torch.uint8
+        ):
+            return self.transform.normalize(item)
+        return item

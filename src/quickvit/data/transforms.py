@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from random import Random
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from PIL import Image, ImageFilter, ImageOps
+from PIL import Image
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.data.transforms import str_to_pil_interp
 from timm.data.transforms_factory import create_transform
 from torch import Tensor
-from torchvision.transforms import functional
 
+from quickvit.data.colors import (
+    GRAYSCALE,
+    SOLARIZE,
+    Change,
+    Unpainted,
+    color,
+    draw_blur,
+    draw_jitter,
+    paint_batch,
+    paint_image,
+)
 from quickvit.models.checkpoints import CROP_MODES, INTERPOLATIONS
 
 Color = tuple[float, float, float]
-# An image and a seed → what a model sees of it.
 Transform = Callable[[Image.Image, int], Tensor]
+"""An image and a seed → what a model sees of it."""
 
 
 @runtime_checkable
@@ -34,7 +44,7 @@ class TwoSteps(Protocol):
         """An image as bytes."""
         ...
 
-    def normalize(self, pixels: Tensor) -> Tensor:
+    def normalize(self, pixels: Any) -> Tensor:
         """Bytes [..., 3, H, W] as the model sees them."""
         ...
 
@@ -62,13 +72,14 @@ class PixelTransform(ABC):
             raise ValueError(f"std must be above 0, got {self.std}")
 
     @abstractmethod
-    def pixels(self, image: Image.Image, seed: int) -> Tensor:
-        """An image as bytes [3, H, W]."""
+    def pixels(self, image: Image.Image, seed: int) -> Tensor | Unpainted:
+        """An image as bytes [3, H, W], its colours changed or to be changed."""
 
-    def normalize(self, pixels: Tensor) -> Tensor:
+    def normalize(self, pixels: Tensor | Unpainted) -> Tensor:
         """Bytes [..., 3, H, W] → (x / 255 − mean) / std in float32, on the device that they are on."""
-        mean, std = (_color(tuple(values), pixels.device) for values in (self.mean, self.std))
-        return pixels.float().div_(255).sub_(mean).div_(std)
+        values = paint_batch(*pixels) if isinstance(pixels, Unpainted) else pixels.float()
+        mean, std = (color(tuple(each), values.device) for each in (self.mean, self.std))
+        return values.div_(255).sub_(mean).div_(std)
 
     def __call__(self, image: Image.Image, seed: int = 0) -> Tensor:
         """An image as the model sees it, float32 [3, H, W]."""
@@ -78,12 +89,6 @@ class PixelTransform(ABC):
     def size(self) -> tuple[int, int]:
         """Height and width."""
         return (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
-
-
-@cache
-def _color(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """A colour [3, 1, 1]; kept, since a GPU would be waited for to take it anew with each batch."""
-    return torch.tensor(values, device=device).view(3, 1, 1)
 
 
 # ---------------------------------------------------------------------- evaluation
@@ -145,6 +150,7 @@ class DeiT3Transform(PixelTransform):
     flip: probability of a mirroring left to right.
     three_augment: one of grayscale, solarisation and Gaussian blur for every image, with equal odds.
     color_jitter: brightness, contrast and saturation, in random order, each by a factor from 1 ± so much.
+    on_device: colours change in `normalize`, for a whole batch at once.
     """
 
     scale: tuple[float, float] = (0.08, 1.0)
@@ -152,6 +158,7 @@ class DeiT3Transform(PixelTransform):
     flip: float = 0.5
     three_augment: bool = True
     color_jitter: float = 0.3
+    on_device: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,17 +173,16 @@ class DeiT3Transform(PixelTransform):
         if self.color_jitter < 0:
             raise ValueError(f"color_jitter must be at least 0, got {self.color_jitter}")
 
-    def pixels(self, image: Image.Image, seed: int) -> Tensor:
+    def pixels(self, image: Image.Image, seed: int) -> Tensor | Unpainted:
         """The crop that the seed decides, as bytes."""
         random = Random(seed)
         image = random_resized_crop(image, self.size, random, self.scale, self.ratio, self.interpolation)
         if random.random() < self.flip:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        if self.three_augment:
-            image = three_augment(image, random)
+        changes = [draw_three_augment(random)] if self.three_augment else []
         if self.color_jitter:
-            image = color_jitter(image, random, *(self.color_jitter,) * 3)
-        return to_tensor(image)
+            changes += draw_jitter(random, *(self.color_jitter,) * 3)
+        return to_bytes(image, changes, self.on_device)
 
 
 def deit3_transform(img_size: int | tuple[int, int] = 224, **options: Any) -> DeiT3Transform:
@@ -215,63 +221,17 @@ def _crop_box(
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def three_augment(image: Image.Image, random: Random) -> Image.Image:
-    """One of grayscale, solarisation above 128 and Gaussian blur with a radius of 0.1 to 2 pixels."""
+def draw_three_augment(random: Random) -> Change:
+    """One of grayscale, solarisation above 128 and Gaussian blur."""
     choice = random.randrange(3)
-    if choice == 0:
-        return image.convert("L").convert("RGB")
-    if choice == 1:
-        return ImageOps.solarize(image)
-    return image.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))
+    return (GRAYSCALE, SOLARIZE)[choice] if choice < 2 else draw_blur(random)
 
 
-def color_jitter(
-    image: Image.Image,
-    random: Random,
-    brightness: float,
-    contrast: float,
-    saturation: float,
-    hue: float = 0.0,
-) -> Image.Image:
-    """Brightness, contrast and saturation in random order, each by a factor from 1 ± strength; the hue by ± turns."""
-    adjustments: list[tuple[Callable[..., Image.Image], float, float]] = [
-        (functional.adjust_brightness, max(0.0, 1 - brightness), 1 + brightness),
-        (adjust_contrast, max(0.0, 1 - contrast), 1 + contrast),
-        (functional.adjust_saturation, max(0.0, 1 - saturation), 1 + saturation),
-    ]
-    if hue:
-        adjustments.append((adjust_hue, -hue, hue))
-    random.shuffle(adjustments)
-    for adjust, low, high in adjustments:
-        image = adjust(image, random.uniform(low, high))
-    return image
-
-
-def adjust_contrast(image: Image.Image, factor: float) -> Image.Image:
-    """torchvision's, to the bit; the mean of a small image takes Pillow longer than all the rest."""
-    counts = np.array(image.convert("L").histogram())
-    mean = int(counts @ np.arange(256) / counts.sum() + 0.5)
-    return Image.blend(Image.new("RGB", image.size, (mean, mean, mean)), image, factor)
-
-
-def adjust_hue(image: Image.Image, turns: float) -> Image.Image:
-    """torchvision's, to the bit; the way back from hues takes Pillow longer than all other colour changes."""
-    hsv = np.asarray(image.convert("HSV"))
-    pixels = np.roll(_below_value(), -int(turns * 255), axis=0).take(hsv[..., 0], axis=0)
-    pixels *= hsv[..., 1:2]
-    np.subtract(1, pixels, out=pixels)
-    pixels *= hsv[..., 2:]
-    pixels += 0.5
-    return Image.fromarray(pixels.astype(np.uint8))
-
-
-@cache
-def _below_value() -> np.ndarray:
-    """By which share of the value a colour lies below it, for each hue and a saturation of 1 of 255: [256, 3]."""
-    hue = np.linspace(0, 6, 256)
-    share = np.stack([abs(hue - 3) - 1, 2 - abs(hue - 2), 2 - abs(hue - 4)], axis=1)
-    below: np.ndarray = ((1 - share.clip(0, 1)) / 255).astype(np.float32)
-    return below
+def to_bytes(image: Image.Image, changes: Sequence[Change], later: bool) -> Tensor | Unpainted:
+    """An RGB image as bytes [3, H, W] after its changes, or before them and with them."""
+    if not later:
+        return to_tensor(paint_image(image, changes))
+    return Unpainted(to_tensor(image), torch.tensor(changes).view(-1, 2))
 
 
 def to_tensor(image: Image.Image) -> Tensor:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image, ImageFilter, ImageOps
+from PIL import Image
 from torch import Tensor
 
-from quickvit.data.loader import Loaded, StepLoader
+from quickvit.data.colors import GRAYSCALE, SOLARIZE, UNCHANGED, Unpainted, draw_blur, draw_jitter
+from quickvit.data.loader import Loaded, StepLoader, stack
 from quickvit.data.masking import BlockMasking
 from quickvit.data.seeds import derived_seed
 from quickvit.data.sources import Source
-from quickvit.data.transforms import PixelTransform, color_jitter, random_resized_crop, to_tensor
+from quickvit.data.transforms import PixelTransform, random_resized_crop, to_bytes
 
-# DINOv2's: brightness, contrast, saturation, hue; and standard deviations of the blur, in pixels.
+# DINOv2's: brightness, contrast, saturation, hue.
 JITTER = (0.4, 0.4, 0.2, 0.1)
-BLUR = (0.1, 2.0)
 GLOBAL_SCALE = (0.32, 1.0)
 LOCAL_SCALE = (0.05, 0.32)
 
@@ -30,6 +30,7 @@ class ViewTransform(PixelTransform):
 
     scale: area of the crop, relative to the image's. mirror: left to right. flip: upside down. turn: by 90°.
     jitter: brightness, contrast, saturation and hue change. grayscale, blur, solarize: of values above 128.
+    on_device: colours change in `normalize`, for a whole batch at once.
     """
 
     scale: tuple[float, float] = GLOBAL_SCALE
@@ -40,6 +41,7 @@ class ViewTransform(PixelTransform):
     grayscale: float = 0.2
     blur: float = 0.5
     solarize: float = 0.0
+    on_device: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,7 +52,7 @@ class ViewTransform(PixelTransform):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
 
-    def pixels(self, image: Image.Image, seed: int) -> Tensor:
+    def pixels(self, image: Image.Image, seed: int) -> Tensor | Unpainted:
         """The view that the seed decides, as bytes."""
         random = Random(seed)
         image = random_resized_crop(image, self.size, random, self.scale, interpolation=self.interpolation)
@@ -61,15 +63,11 @@ class ViewTransform(PixelTransform):
         ):
             if random.random() < probability:
                 image = image.transpose(move)
-        if random.random() < self.jitter:
-            image = color_jitter(image, random, *JITTER)
-        if random.random() < self.grayscale:
-            image = image.convert("L").convert("RGB")
-        if random.random() < self.blur:
-            image = image.filter(ImageFilter.GaussianBlur(random.uniform(*BLUR)))
-        if random.random() < self.solarize:
-            image = ImageOps.solarize(image)
-        return to_tensor(image)
+        changes = draw_jitter(random, *JITTER) if random.random() < self.jitter else [UNCHANGED] * len(JITTER)
+        changes.append(GRAYSCALE if random.random() < self.grayscale else UNCHANGED)
+        changes.append(draw_blur(random) if random.random() < self.blur else UNCHANGED)
+        changes.append(SOLARIZE if random.random() < self.solarize else UNCHANGED)
+        return to_bytes(image, changes, self.on_device)
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class MultiCrop:
     local_views: tuple[ViewTransform, ...]
     squeeze: int | None = None
 
-    def pixels(self, image: Image.Image, seed: int) -> tuple[Tensor, Tensor]:
+    def pixels(self, image: Image.Image, seed: int) -> tuple[Any, Any]:
         """The views as bytes, [global views, 3, H, W] and [local views, 3, h, w]."""
         if self.squeeze is not None:
             image = image.resize((self.squeeze, self.squeeze), Image.Resampling.LANCZOS)
@@ -92,12 +90,10 @@ class MultiCrop:
             for number, view in enumerate((*self.global_views, *self.local_views))
         ]
         number = len(self.global_views)
-        local = (
-            torch.stack(views[number:]) if self.local_views else torch.empty(0, 3, 0, 0, dtype=torch.uint8)
-        )
-        return torch.stack(views[:number]), local
+        local = stack(views[number:]) if self.local_views else torch.empty(0, 3, 0, 0, dtype=torch.uint8)
+        return stack(views[:number]), local
 
-    def normalize(self, pixels: Tensor) -> Tensor:
+    def normalize(self, pixels: Tensor | Unpainted) -> Tensor:
         """Bytes [..., 3, H, W] in the colours that the model expects."""
         return self.global_views[0].normalize(pixels)
 
@@ -109,15 +105,16 @@ def dinov2_views(
     *,
     global_scale: tuple[float, float] = GLOBAL_SCALE,
     local_scale: tuple[float, float] = LOCAL_SCALE,
+    on_device: bool = False,
 ) -> MultiCrop:
     """DINOv2's views: two global ones, blurred always and seldom, the second solarised at times; and local ones.
 
     The probabilities are those that DINO, BYOL and DINOv2's configuration name. In DINOv2's released code they
     are those of leaving the blur out, so that its first view is never blurred and its second one nearly always.
     """
-    first = ViewTransform(global_size, scale=global_scale, blur=1.0)
-    second = ViewTransform(global_size, scale=global_scale, blur=0.1, solarize=0.2)
-    local = ViewTransform(local_size, scale=local_scale, blur=0.5)
+    first = ViewTransform(global_size, scale=global_scale, blur=1.0, on_device=on_device)
+    second = replace(first, blur=0.1, solarize=0.2)
+    local = replace(first, img_size=local_size, scale=local_scale, blur=0.5)
     return MultiCrop((first, second), (local,) * local_views)
 
 
@@ -128,14 +125,15 @@ def dinobloom_views(
     *,
     global_scale: tuple[float, float] = GLOBAL_SCALE,
     local_scale: tuple[float, float] = LOCAL_SCALE,
+    on_device: bool = False,
 ) -> MultiCrop:
     """DinoBloom's views of cells: in all eight poses, and with colours that keep their meaning.
 
     By default there are no local ones: the loss between global and local crops did harm there.
     """
     poses: dict[str, Any] = {"mirror": 0.5, "flip": 0.5, "turn": 0.5, "grayscale": 0.0}
-    whole = ViewTransform(global_size, scale=global_scale, blur=0.1, **poses)
-    local = ViewTransform(local_size, scale=local_scale, blur=0.5, **poses)
+    whole = ViewTransform(global_size, scale=global_scale, blur=0.1, on_device=on_device, **poses)
+    local = replace(whole, img_size=local_size, scale=local_scale, blur=0.5)
     return MultiCrop((whole, whole), (local,) * local_views, squeeze=global_size)
 
 
@@ -180,8 +178,8 @@ class _Collate:
     def __call__(self, samples: Sequence[Loaded], step: int, first: int) -> ViewBatch:
         global_views, local_views = zip(*(sample.images for sample in samples), strict=True)
         return ViewBatch(
-            torch.stack(global_views),
-            torch.stack(local_views),
+            stack(global_views),
+            stack(local_views),
             self.masking(derived_seed(self.seed, step, "masks"), first, len(samples)),
             torch.tensor([sample.number for sample in samples]),
         )

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from tqdm import tqdm
 
 Metric = Literal["cosine", "l2"]
@@ -16,10 +17,12 @@ TEMPERATURE = 0.07
 NEIGHBOURS = (1, 10, 20, 100, 200)
 
 # Bytes of the similarities that exist at one time, and of the keys that they are computed from.
-SCORE_BYTES = 2**30
-KEY_BYTES = 2**30
+SCORE_BYTES = 2**31
+KEY_BYTES = 2**28
 # Queries whose neighbours so far are kept on the device while all keys pass by.
 QUERY_BLOCK = 2**18
+# Keeps rows of zeros, which are near to nothing, from a division by zero.
+SMALLEST = torch.finfo(torch.float32).tiny
 # Similarities of which only the largest is looked at first.
 GROUP = 32
 
@@ -134,23 +137,19 @@ def _nearest_of_block(queries: Tensor, keys: Tensor, k: int, metric: Metric, bar
         bar.update(len(piece))
     assert best is not None
     if metric == "l2":
-        best = Neighbours(2 * best.scores - _squared_norms(queries)[:, None], best.indices)
-    return best
+        return Neighbours(2 * best.scores - _squared_norms(queries)[:, None], best.indices)
+    return Neighbours(best.scores / queries.shape[1], best.indices)
 
 
 def _operand(rows: Tensor, metric: Metric, device: torch.device) -> Tensor:
     """Rows on the device, in a type that it multiplies with sums of at least twice as many bits; for the cosine of
-    length 1."""
+    length √D, which one kernel does."""
     if rows.element_size() == 4:
         rows = rows.to(device, torch.float64)
     else:
         short = rows.element_size() < 4 and device.type != "cuda"
         rows = rows.to(device, torch.float32 if short else rows.dtype)
-    if metric == "cosine":
-        lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=_sum_dtype(rows))
-        # With `out` no copy of the rows in the wider type is made.
-        rows = torch.div(rows, lengths.clamp(min=torch.finfo(torch.float32).tiny), out=torch.empty_like(rows))
-    return rows
+    return functional.rms_norm(rows, rows.shape[1:], eps=SMALLEST) if metric == "cosine" else rows
 
 
 def _scores(queries: Tensor, keys: Tensor, offset: Tensor | None) -> Tensor:

@@ -59,7 +59,6 @@ class Pose:
 
 
 UPRIGHT = Pose()
-# The rotations of the paper's tables (random quarter turns and 45°), and what they are made of.
 POSES = (
     UPRIGHT,
     Pose(90.0),
@@ -70,6 +69,7 @@ POSES = (
     Pose(45.0),
     Pose("any"),
 )
+"""The rotations of the paper's tables (random quarter turns and 45°), and what they are made of."""
 
 
 def rotate(images: Tensor, degrees: float | Sequence[float], mode: Mode = "bilinear") -> Tensor:

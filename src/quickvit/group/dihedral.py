@@ -97,7 +97,7 @@ class DihedralGroup:
         return tuple(Element(mirror, -turns % n) for mirror in (0, 1) for turns in range(n))
 
     def regular(self, g: Element) -> Tensor:
-        """ρ_reg(g), the permutation matrix of [ρ_reg(g)φ](h) = φ(g⁻¹h)."""
+        """ρ_reg(g), the permutation matrix of `[ρ_reg(g)φ](h) = φ(g⁻¹h)`."""
         position = {h: i for i, h in enumerate(self.regular_order)}
         matrix = torch.zeros(self.order, self.order, dtype=torch.float64, device="cpu")
         for row, h in enumerate(self.regular_order):
@@ -151,4 +151,6 @@ def _irreps(rotations: int) -> tuple[Irrep, ...]:
 
 
 D2 = DihedralGroup(2)
+"""The mirror group, of two elements."""
 D8 = DihedralGroup(8)
+"""The octic group: the rotations and mirrorings of a square."""

@@ -14,12 +14,15 @@ from torch import Tensor
 from quickvit.group.dihedral import D8, DihedralGroup
 from quickvit.group.layout import packed_fourier_matrix
 
+SQRT2_OVER_2 = sqrt(2) / 2
 SQRT2_OVER_4 = sqrt(2) / 4
 
 
 def isotypic_to_regular(x: Tensor, group: DihedralGroup = D8) -> Tensor:
     """Inverse Fourier transform, x ↦ Q_reg x."""
     blocks = x.unflatten(-1, (group.order, -1))
+    if group.order == 2:
+        return _sum_and_difference(blocks)
     if group != D8:
         return (packed_fourier_matrix(group).to(x) @ blocks).flatten(-2)
     a1, a2, b1, b2, e11, e21, e12, e22 = (SQRT2_OVER_4 * blocks).unbind(-2)
@@ -35,6 +38,8 @@ def isotypic_to_regular(x: Tensor, group: DihedralGroup = D8) -> Tensor:
 def regular_to_isotypic(x: Tensor, group: DihedralGroup = D8) -> Tensor:
     """Fourier transform, x ↦ Q_regᵀ x."""
     blocks = x.unflatten(-1, (group.order, -1))
+    if group.order == 2:
+        return _sum_and_difference(blocks)
     if group != D8:
         return (packed_fourier_matrix(group).to(x).T @ blocks).flatten(-2)
     t0, t1, t2, t3, m0, m1, m2, m3 = (SQRT2_OVER_4 * blocks).unbind(-2)
@@ -43,3 +48,9 @@ def regular_to_isotypic(x: Tensor, group: DihedralGroup = D8) -> Tensor:
     a, c, b, d = apc + amc, apc - amc, bpd + bmd, bpd - bmd
     e, h, f, g = eph + emh, eph - emh, fpg + fmg, fpg - fmg
     return torch.cat((a + b, a - b, c + d, c - d, e + f, g + h, e - f, g - h), dim=-1)
+
+
+def _sum_and_difference(blocks: Tensor) -> Tensor:
+    """Either transform of the group with two elements."""
+    first, second = (SQRT2_OVER_2 * blocks).unbind(-2)
+    return torch.cat((first + second, first - second), dim=-1)

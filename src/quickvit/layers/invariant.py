@@ -197,6 +197,7 @@ INVARIANTS: dict[str, Callable[[int, DihedralGroup], Invariant]] = {
     "max_filter": MaxFilter,
     "canonical": Canonical,
 }
+"""The invariants by their names: width and group → module."""
 
 
 class OcticInvariant(nn.Module):

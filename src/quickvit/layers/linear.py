@@ -31,13 +31,13 @@ class OcticLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Normal weights and zero bias."""
+    def reset_parameters(self, matched: bool = True) -> None:
+        """Normal weights and zero bias; `matched` to the variance of a standard layer's output."""
         # A standard layer sums C inputs with weights of 0.02; a block sums only its own C/8 or C/4. Scaling the
         # weights by the square root of that ratio keeps the variance of the output, and so the training recipe.
         for weight in (self.weight_1, self.weight_2):
             if weight.numel():
-                std = STANDARD_STD * (self.in_layout.channels / weight.shape[2]) ** 0.5
+                std = STANDARD_STD * ((self.in_layout.channels / weight.shape[2]) ** 0.5 if matched else 1.0)
                 nn.init.trunc_normal_(weight, std=std, a=-2, b=2)
         if self.bias is not None:
             nn.init.zeros_(self.bias)

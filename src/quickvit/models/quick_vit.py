@@ -25,6 +25,7 @@ from quickvit.layers import (
     OcticDropout,
     OcticInvariant,
     OcticLift,
+    OcticLinear,
     OcticPosition,
     Pending,
     StandardBlock,
@@ -52,6 +53,7 @@ FAMILIES: dict[str, Family] = {
     "h8": Family(D8, invariant=False, full_depth=False, summary="equivariance broken after the octic blocks"),
     "h2": Family(D2, invariant=False, full_depth=False, summary="mirror equivariance, broken half-way"),
 }
+"""The families by their names."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
     pos_grid: side of the square grid on which positions are learned; the image's own by default.
     lift: "octic", or "free" for the paper's ablation without symmetry in the patch embedding (h8 and h2).
     released_norm: the layer norm that the authors' released weights were trained with.
+    released_init: octic weights start with the standard deviation 0.02 of standard ones, as in the released code,
+        instead of one that gives their outputs the same variance.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         mask_token: bool = False,
         pos_grid: int | None = None,
         released_norm: bool = False,
+        released_init: bool = False,
     ) -> None:
         config = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -200,6 +205,10 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         self.head = nn.Linear(embed_dim, num_classes) if num_classes else nn.Identity()
         for module in (*self.blocks[octic_depth:], self.head):
             module.apply(_init_standard)
+        if released_init:
+            for module in self.blocks.modules():
+                if isinstance(module, OcticLinear):
+                    module.reset_parameters(matched=False)
 
     # ------------------------------------------------------------------ timm's contract
 

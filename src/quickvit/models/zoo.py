@@ -42,7 +42,6 @@ class Size:
         }
 
 
-# Sizes of the literature (Dosovitskiy et al.; Touvron et al.; Zhai et al.; Dehghani et al.).
 SIZES: dict[str, Size] = {
     "tiny": Size(192, 12, 3, 768),
     "small": Size(384, 12, 6, 1536),
@@ -53,6 +52,7 @@ SIZES: dict[str, Size] = {
     "e": Size(1792, 56, 16, 15360),
     "22b": Size(6144, 48, 48, 24576),
 }
+"""Sizes of the literature (Dosovitskiy et al.; Touvron et al.; Zhai et al.; Dehghani et al.)."""
 PATCHES = (14, 16)
 # DeiT III's layer scale; every model of the paper has one.
 LAYER_SCALE = 1e-4
@@ -72,6 +72,7 @@ def create_baseline(size: str, patch_size: int = 16, **kwargs: Any) -> VisionTra
 
 
 ViT = QuickVisionTransformer | VisionTransformer
+"""A Quick ViT or a standard one."""
 # The entry of a standard ViT's configuration that has its name.
 STANDARD = "standard"
 # The modules of timm whose models are its VisionTransformer.

@@ -22,9 +22,10 @@ def octic_gelu(
 
     With `overwrite` the caller has no more use for x, and where no gradient needs it either, it holds the result.
     """
-    if is_plain():
+    in_one_kernel = fused(x, group)
+    if is_plain() or (x.is_cuda and not in_one_kernel):
         return definition(x, bias, group)
-    rows, in_one_kernel = x.flatten(0, -2), fused(x, group)
+    rows = x.flatten(0, -2)
     if overwrite and x.is_contiguous() and not needs_grad(x, bias):
         if in_one_kernel:
             _fused_gelu_into(rows, bias)

@@ -23,6 +23,7 @@ RECIPES: dict[str, Entry] = {
     "dinov2": Entry(Dinov2Config, dinov2.train, Dinov2.rebuild),
     "dinobloom": Entry(DinobloomConfig, dinobloom.train, Dinobloom.rebuild),
 }
+"""The recipes by their names, as in `quickvit train NAME`."""
 
 __all__ = [
     "RECIPES",

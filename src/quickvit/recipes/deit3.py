@@ -92,7 +92,7 @@ class Deit3Config:
     model: str
     """Name of a Quick ViT, of a baseline (baseline_large_patch16_224) or of a ViT of timm."""
     data: str
-    """A folder with train/CLASS/*.jpg and val/CLASS/*.jpg, digits, or another source of quickvit.data."""
+    """A folder with `train/CLASS/*.jpg` and `val/CLASS/*.jpg`, digits, or another source of quickvit.data."""
     out: Path
     """The run folder. A run that is there already is resumed."""
     finetune: Path | None = None
@@ -147,6 +147,9 @@ class Deit3Config:
     """Strength of colour jitter (Quick ViTs)."""
     three_augment: bool = True
     """Grayscale, solarisation or blur for every image (DeiT III)."""
+    colors: Literal["workers", "device"] = "workers"
+    """Who changes colours: the loader's processes, as in DeiT III, or the device for a whole batch at once, up to
+    rounding the same. Choose it where the loader is what training waits for."""
     repeats: int | None = None
     """Repeated augmentation: 3, none for fine-tuning (DeiT III)."""
     crop_ratio: float = 1.0
@@ -259,7 +262,10 @@ class Deit3(Recipe):
         loader = TrainLoader(
             cache(source) if config.cache else source,
             deit3_transform(
-                config.img_size, color_jitter=config.color_jitter, three_augment=config.three_augment
+                config.img_size,
+                color_jitter=config.color_jitter,
+                three_augment=config.three_augment,
+                on_device=config.colors == "device",
             ),
             batch_size=self.batch_size,
             seed=config.seed,

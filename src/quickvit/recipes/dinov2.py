@@ -231,6 +231,9 @@ class Dinov2Config:
     """auto is bf16 on a GPU (Quick ViTs) and float32 on a CPU."""
     steps_per_epoch: int = 1250
     """Updates that are called an epoch, however many images there are (DINOv2)."""
+    colors: Literal["workers", "device"] = "workers"
+    """Who changes colours: the loader's processes, as in DINOv2, or the device for a whole batch at once, up to
+    rounding the same. Choose it where the loader is what training waits for."""
     cache: bool = False
     """Keep decoded images in memory, for small ones whose files cost more to open than to augment."""
     seed: int = 0
@@ -408,6 +411,7 @@ class Dinov2(Recipe):
                 config.local_views,
                 global_scale=config.global_scale,
                 local_scale=config.local_scale,
+                on_device=config.colors == "device",
             ),
             self.masking,
             batch_size=self.batch_size,

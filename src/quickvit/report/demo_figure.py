@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quickvit.group import D8, Layout, act_on_image
 from quickvit.models import QuickVisionTransformer
+from quickvit.report.exploration import symbol
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +41,6 @@ SHOWN_DIGIT = 4
 SHOWN_FILTERS = 3
 # Heights of the models' answers within their row.
 ANSWER_ROWS = (0.82, 0.5, 0.18)
-SUPERSCRIPTS = str.maketrans("23", "²³")
 
 
 def draw_demo(
@@ -163,7 +163,7 @@ def _draw_poses(figure: Figure, models: Mapping[str, nn.Module], images: Tensor,
     rows = [[figure.add_subplot(grid[i, j]) for j in range(8)] for i in range(5)]
     for column, g in enumerate(D8.elements):
         top, middle, bars, circle, bottom = (row[column] for row in rows)
-        top.set_title(str(g).translate(SUPERSCRIPTS), size=11, style="italic", pad=5)
+        top.set_title(symbol(g), size=11, style="italic", pad=5)
         top.imshow(poses[column, 0].numpy(), cmap=PAPER)
         middle.imshow(maps[column].numpy(), cmap=DIVERGING, vmin=-maps.abs().max(), vmax=maps.abs().max())
         _draw_signs(bars, signs[column])

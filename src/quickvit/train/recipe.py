@@ -15,6 +15,7 @@ from quickvit.data import Batch
 from quickvit.train.distributed import World
 
 Precision = Literal["bf16", "float32", "float64"]
+"""Of the forward and backward pass; bf16 is autocast."""
 
 
 class Recipe(ABC):

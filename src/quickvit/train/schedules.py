@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 Schedule = Callable[[int], float]
+"""A value as a function of the step."""
 
 
 def constant(value: float) -> Schedule:

@@ -11,8 +11,8 @@ from types import FrameType
 # What schedulers send before they end a job (SIGUSR2 is submitit's), and Ctrl-C; as far as the system has them.
 _NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")
 SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
-# The exit code of a run that was asked to stop, saved its state and wants to be started again; EX_TEMPFAIL.
 EXIT_REQUEUE = 75
+"""The exit code of a run that was asked to stop, saved its state and wants to be started again; EX_TEMPFAIL."""
 
 
 class StopRequest:

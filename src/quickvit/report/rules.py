@@ -1,0 +1,307 @@
+"""How the results judge a claim: each rule a function of everything that was measured.
+
+A difference of two means counts if it is larger than twice its standard error over the seeds, and than 0.2 points:
+the paper says that 84.0 % matches 84.2 % (tab:deit).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+
+from quickvit.bench import Row
+from quickvit.bench.flops import Variant
+from quickvit.bench.work import Storage, linear
+from quickvit.group import D8
+from quickvit.layers import OcticLinear
+from quickvit.report import paper
+from quickvit.report.formulas import model_cost
+from quickvit.report.results import Measurement, Metric, Results
+from quickvit.report.sample import Sample, number, uncertainty
+from quickvit.report.tables import frozen
+from quickvit.report.tables.beside import family_name, times
+from quickvit.report.tables.computed import paper_shape
+from quickvit.report.tables.measures import top1, turned
+from quickvit.report.tables.speed import FORWARD, LAYER, LINEAR
+from quickvit.report.tables.studies import blocks
+
+TOLERANCE = 0.2
+# Seeds that differ by more make a match worthless, in points.
+MARGIN = 1.0
+# How far computed FLOP ratios may be from the paper's, which count element-wise work too.
+CLOSE = 0.02
+# A fused GELU may take this much longer than a standard one: the paper's "few percent".
+FEW_PERCENT = 1.05
+# Data sets with an up.
+PHOTOGRAPHS = ("cifar10", "imagenet")
+HALF = ("bfloat16", "float16")
+
+
+class Verdict(StrEnum):
+    """What the results say."""
+
+    CONFIRMED = "confirmed here"
+    NOT_CONFIRMED = "not confirmed here"
+    NOT_TESTABLE = "not testable at this scale"
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A verdict and the numbers that it rests on."""
+
+    verdict: Verdict
+    evidence: str = ""
+
+
+Rule = Callable[[Results], Finding]
+
+
+def together(findings: Iterable[Finding]) -> Finding:
+    """Confirmed if nothing speaks against it and something for it."""
+    found = list(findings)
+    order = (Verdict.NOT_CONFIRMED, Verdict.CONFIRMED, Verdict.NOT_TESTABLE)
+    verdict = next((v for v in order if any(f.verdict == v for f in found)), Verdict.NOT_RUN)
+    return Finding(verdict, "; ".join(f.evidence for f in found if f.evidence))
+
+
+def holds(condition: bool, evidence: str) -> Finding:
+    """Confirmed or not."""
+    return Finding(Verdict.CONFIRMED if condition else Verdict.NOT_CONFIRMED, evidence)
+
+
+# ---------------------------------------------------------------------- comparisons of samples
+
+
+def compare(samples: Mapping[str, Sample | None], place: str, *, better: bool) -> Finding:
+    """Whether the first of two is better than the second, or else at least as good, beyond what seeds do."""
+    a, b = samples.values()
+    if a is None or b is None:
+        return Finding(Verdict.NOT_RUN)
+    evidence = f"{place}: " + ", ".join(f"{name} {s.text(2)}" for name, s in samples.items() if s)
+    noise = uncertainty(a, b)
+    if noise is None:
+        return Finding(Verdict.NOT_TESTABLE, f"{evidence}, one seed has no spread")
+    difference, least = a.mean - b.mean, max(noise, TOLERANCE)
+    if better:
+        return holds(difference > least, evidence)
+    if difference >= -least and noise > MARGIN:
+        return Finding(Verdict.NOT_TESTABLE, f"{evidence}, the seeds differ too much")
+    return holds(difference >= -least, evidence)
+
+
+def compared(
+    study: str, a: str, b: str, metric: Metric, *, better: bool, on: Sequence[str] | None = None
+) -> Rule:
+    """Row a of a study against row b, on all data sets or on these."""
+
+    def rule(results: Results) -> Finding:
+        return together(
+            compare(
+                {family_name(name): results.sample(study, dataset, name, metric) for name in (a, b)},
+                dataset,
+                better=better,
+            )
+            for dataset in results.datasets(study)
+            if on is None or dataset in on
+        )
+
+    return rule
+
+
+def best(study: str, name: str) -> Rule:
+    """Whether no other row of a study is better than this one."""
+
+    def rule(results: Results) -> Finding:
+        findings = []
+        for dataset in results.datasets(study):
+            names = sorted({run.name for run in results.study(study, dataset)})
+            found = {other: results.sample(study, dataset, other, top1) for other in names}
+            others = {other: s for other, s in found.items() if s is not None and other != name}
+            if others:
+                first = max(others, key=lambda other: others[other].mean)
+                pair = {name: found.get(name), f"best other: {first}": others[first]}
+                findings.append(compare(pair, dataset, better=False))
+        return together(findings)
+
+    return rule
+
+
+def half_depth(results: Results) -> Finding:
+    """Whether no other number of octic blocks is better than half of the blocks."""
+    return best("depth", f"k={blocks(results) // 2}")(results)
+
+
+def loses(family: str) -> Rule:
+    """Whether a family is less accurate on photographs turned by 90°s, by more than the spread."""
+
+    def rule(results: Results) -> Finding:
+        findings = []
+        for dataset in PHOTOGRAPHS:
+            change = results.sample("families", dataset, family, turned)
+            if change is not None:
+                evidence = f"{dataset}: {change.text(2, sign=True)} points"
+                findings.append(holds(change.mean + (change.spread or 0) < -TOLERANCE, evidence))
+        return together(findings)
+
+    return rule
+
+
+def unchanged(study: str, name: str, metric: Metric, limit: float) -> Rule:
+    """Whether no run of a row changes by more than so many points."""
+
+    def rule(results: Results) -> Finding:
+        found = [abs(c) for run in results.study(study, name=name) if (c := metric(run)) is not None]
+        if not found:
+            return Finding(Verdict.NOT_RUN)
+        return holds(max(found) <= limit, f"largest change in {len(found)} runs: {max(found):.2f} points")
+
+    return rule
+
+
+def cheaper_and_as_good(family: str) -> Rule:
+    """Whether a family needs fewer MACs than the ViT and is as accurate."""
+
+    def rule(results: Results) -> Finding:
+        finding = compared("families", family, "vit", top1, better=False)(results)
+        for dataset in results.datasets("families"):
+            a, b = (results.sample("families", dataset, n, lambda run: run.gmacs) for n in (family, "vit"))
+            if a and b and a.mean >= b.mean:
+                return Finding(Verdict.NOT_CONFIRMED, f"{finding.evidence}; no fewer MACs on {dataset}")
+        return finding
+
+    return rule
+
+
+def blood_cells(results: Results) -> Finding:
+    """Whether the i8's mean is higher than the ViT's in most of DinoBloom's scores."""
+    findings = []
+    for dataset in results.datasets(frozen.STUDY):
+        won = []
+        for key in paper.HEMATOLOGY.rows["vit"]:
+            metric = partial(frozen.answer, key=key)
+            i8, vit = (results.sample(frozen.STUDY, dataset, name, metric) for name in ("i8", "vit"))
+            if i8 and vit:
+                won.append(i8.mean > vit.mean)
+        if won:
+            findings.append(holds(2 * sum(won) > len(won), f"{dataset}: {sum(won)} of {len(won)} scores"))
+    return together(findings)
+
+
+def large_scale(results: Results) -> Finding:
+    """Whether an h8 is better than a ViT on ImageNet-1K, if anybody has trained them on it."""
+    finding = compared("families", "h8", "vit", top1, better=True, on=("imagenet",))(results)
+    if finding.verdict == Verdict.NOT_RUN:
+        return Finding(Verdict.NOT_TESTABLE, "takes 400 epochs of ImageNet-1K")
+    return finding
+
+
+# ---------------------------------------------------------------------- formulas
+
+
+def linear_saving(_: Results) -> Finding:
+    """The FLOPs by the irreps of D8, and the weights of a layer that is built."""
+    layer = OcticLinear(64, 64, bias=False)
+    weights = 64 * 64 / sum(parameter.numel() for parameter in layer.parameters())
+    evidence = f"{D8.flop_reduction:.2f}× fewer FLOPs, {weights:g}× fewer weights"
+    return holds(
+        abs(D8.flop_reduction - paper.LINEAR_SAVING) < 0.01 and weights == paper.LINEAR_WEIGHTS, evidence
+    )
+
+
+def model_saving(_: Results) -> Finding:
+    """Ratios of whole models, which must grow with the size and be close to the paper's."""
+    ratios = {}
+    for size in paper.SCALING.rows:
+        vit, octic = (model_cost(Variant(family, size, paper_shape(size).patch)) for family in ("vit", "d8"))
+        ratios[size] = vit.macs / octic.macs
+    near = all(abs(r / paper.SCALING.rows[size]["flops"] - 1) < CLOSE for size, r in ratios.items())
+    grows = list(ratios.values()) == sorted(ratios.values())
+    return holds(near and grows, ", ".join(f"{size} {times(ratio)}" for size, ratio in ratios.items()))
+
+
+def crossing(_: Results) -> Finding:
+    """The first width, in steps of 8, at which an octic layer has the higher intensity."""
+    storage = Storage(2, 2, 2)
+    width = 8
+    while (
+        linear(196, width, 4 * width, storage, D8).intensity
+        < linear(196, width, 4 * width, storage).intensity
+    ):
+        width += 8
+    return holds(abs(width / paper.CROSSING - 1) < CLOSE, f"C = {width}")
+
+
+# ---------------------------------------------------------------------- speed
+
+
+def _gpu_rows(
+    results: Results, benchmark: str, pattern: re.Pattern[str]
+) -> Iterator[tuple[Measurement, Row, re.Match[str], float]]:
+    """The rows that were measured on a GPU and compared with another: how many times faster they were."""
+    for measurement, row in results.measured(benchmark):
+        match = pattern.fullmatch(row.case)
+        if match and measurement.source.gpu and row.ratio:
+            yield measurement, row, match, row.ratio
+
+
+def faster(benchmark: str, pattern: re.Pattern[str], families: tuple[str, ...]) -> Rule:
+    """Whether all of these were faster than timm's ViT on a GPU, by more than the spread of the samples."""
+
+    def rule(results: Results) -> Finding:
+        return together(
+            holds(
+                ratio > 1 + (row.spread or 0),
+                f"{match[1]} {row.name} {times(ratio)} ({measurement.source.hardware})",
+            )
+            for measurement, row, match, ratio in _gpu_rows(results, benchmark, pattern)
+            if row.name in families and row.dtype in HALF
+        )
+
+    return rule
+
+
+def speed_grows(results: Results) -> Finding:
+    """Whether the speed-up of d8 is larger for each larger model of a record."""
+    findings = []
+    for measurement in results.measurements:
+        ratios = {
+            match[1]: ratio
+            for _, row, match, ratio in _gpu_rows(Results((measurement,)), "model", FORWARD)
+            if row.name == "d8" and row.dtype in HALF
+        }
+        models = [label for size in paper.SCALING.rows if (label := paper_shape(size).label) in ratios]
+        ordered = [ratios[model] for model in models]
+        if len(ordered) > 1:
+            words = ", ".join(f"{model} {times(ratios[model])}" for model in models)
+            findings.append(holds(ordered == sorted(ordered), f"{words} ({measurement.source.hardware})"))
+    return together(findings)
+
+
+def full_precision(results: Results) -> Finding:
+    """Whether an octic layer's speed-up is larger in float32 than in half precision, width by width."""
+    ratios: dict[tuple[str, str], dict[str | None, float]] = defaultdict(dict)
+    for measurement, row, match, ratio in _gpu_rows(results, "linear", LINEAR):
+        if row.name == "octic":
+            ratios[measurement.source.file, match[1]][row.dtype] = ratio
+    return together(
+        holds(
+            found["float32"] > max(half),
+            f"C = {width}: {times(found['float32'])} in float32, {times(max(half))} in half precision",
+        )
+        for (_, width), found in ratios.items()
+        if "float32" in found and (half := [found[dtype] for dtype in HALF if dtype in found])
+    )
+
+
+def cheap_gelu(results: Results) -> Finding:
+    """Whether octic GELU took at most a few per cent longer at every width."""
+    return together(
+        holds(1 / ratio <= FEW_PERCENT, f"C = {match[2]}: {number(100 / ratio - 100, 0, sign=True)} %")
+        for _, row, match, ratio in _gpu_rows(results, "gelu", LAYER)
+        if match[1] == "GELU" and row.name == "octic"
+    )

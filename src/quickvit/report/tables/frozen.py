@@ -1,0 +1,127 @@
+"""Tables of frozen features: what self-supervised models are good for without fine-tuning."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+
+from quickvit.report import paper
+from quickvit.report.results import QUARTER, Results, Run
+from quickvit.report.table import NOTHING, Column, Table, unique
+from quickvit.report.tables.beside import family_name, quotation
+from quickvit.report.tables.measures import GMACS, Measure, Quote, Shown, headings, row
+from quickvit.report.tables.studies import FAMILIES
+
+STUDY = "dinov2"
+# The names that a linear classifier and k-NN may have; 20 is the k of DINOv2's and DinoBloom's tables.
+LINEAR, NEIGHBOURS = ("linear", "logistic"), ("knn", "20-NN")
+CLASSIFIERS = ("1-NN", "20-NN", "logistic")
+METRICS = {"weighted_f1": "wF1", "accuracy": "Acc", "balanced_accuracy": "bAcc"}
+COMMANDS = (
+    "benchmarks/study/pbc.sh DATA OUT",
+    "quickvit train dinov2 --model quickvit_h8_large_patch16_224 --data IMAGENET --out RUN",
+    "quickvit eval all RUN --imagenet IMAGENET --ade20k ADE20K --voc2012 VOC2012",
+)
+
+
+def linear(run: Run) -> float | None:
+    """Accuracy of a linear classifier."""
+    return first(run, LINEAR)
+
+
+def neighbours(run: Run) -> float | None:
+    """Accuracy of nearest neighbours."""
+    return first(run, NEIGHBOURS)
+
+
+def turned(run: Run) -> float | None:
+    """Change of the latter on images turned by random multiples of 90°."""
+    name = next((name for name in NEIGHBOURS if run.score(name) is not None), "")
+    return run.change(name, QUARTER)
+
+
+def first(run: Run, names: tuple[str, ...]) -> float | None:
+    """The first of these scores that a run has."""
+    return next((score for name in names if (score := run.score(name)) is not None), None)
+
+
+LINEAR_SCORE = Measure("linear (%)", linear, 2)
+NEIGHBOUR_SCORE = Measure("k-NN (%)", neighbours, 2)
+TURNED = Measure("k-NN, turned by 90°s", turned, 2, sign=True)
+SCORES: tuple[Shown, ...] = (
+    *(LINEAR_SCORE, Quote(LINEAR_SCORE.title, "linear")),
+    *(NEIGHBOUR_SCORE, Quote(NEIGHBOUR_SCORE.title, "knn"), TURNED),
+    *(GMACS, Quote(GMACS.title, "gmacs")),
+)
+
+
+def frozen_features(results: Results) -> Table:
+    """Linear classifiers and nearest neighbours, on our data and on the paper's."""
+    found: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
+    labels = {(data, model.split("/")[0], family): model for data, model, family in paper.DINOV2.rows}
+    for run in results.study(STUDY):
+        model = f"ViT-{run.size.capitalize()}" if run.size else NOTHING
+        found[run.dataset, labels.get((run.dataset, model, run.name), model), run.name].append(run)
+    rows = []
+    for key in dict.fromkeys([*sorted(found, key=_place), *paper.DINOV2.rows]):
+        data, model, family = key
+        cells = row(SCORES, found.get(key, []), paper.DINOV2.rows.get(key, {}))
+        rows.append((model, family_name(family), data, *cells))
+    return Table(
+        "frozen-features",
+        "Frozen features after DINOv2",
+        (Column("model"), Column("family"), Column("data"), *headings(SCORES)),
+        tuple(rows),
+        quotation(paper.DINOV2),
+        "Accuracy; mean IoU on ADE20K and VOC 2012.",
+        unique(run.source for run in results.study(STUDY)),
+        COMMANDS,
+    )
+
+
+def _place(key: tuple[str, str, str]) -> tuple[str, str, int, str]:
+    """The place of a row in the table: families in their order."""
+    data, model, family = key
+    return data, model, FAMILIES.index(family) if family in FAMILIES else len(FAMILIES), family
+
+
+def hematology(results: Results) -> Table:
+    """Blood cells, by DinoBloom's protocol."""
+    runs = [run for run in results.study(STUDY) if any(answer(run, f"{c}/accuracy") for c in CLASSIFIERS)]
+    families = [f for f in FAMILIES if f in paper.HEMATOLOGY.rows or any(run.name == f for run in runs)]
+    rows = []
+    for dataset in sorted({run.dataset for run in runs}) or [NOTHING]:
+        for family in families:
+            mine = [run for run in runs if (run.dataset, run.name) == (dataset, family)]
+            quoted = paper.HEMATOLOGY.rows.get(family, {})
+            rows += [
+                (family_name(family), classifier, dataset, *row(_blood_scores(classifier), mine, quoted))
+                for classifier in CLASSIFIERS
+            ]
+    return Table(
+        "hematology",
+        "Blood cells",
+        (Column("family"), Column("classifier"), Column("data"), *headings(_blood_scores(CLASSIFIERS[0]))),
+        tuple(rows),
+        quotation(paper.HEMATOLOGY),
+        "Weighted F1, accuracy and balanced accuracy of frozen features by DinoBloom's protocol. Other cells than "
+        "the paper's: compare the rows.",
+        unique(run.source for run in runs),
+        (COMMANDS[0],),
+    )
+
+
+def _blood_scores(classifier: str) -> list[Shown]:
+    """The columns of a classifier: each metric, ours and the paper's."""
+    columns: list[Shown] = []
+    for metric, word in METRICS.items():
+        key, title = f"{classifier}/{metric}", f"{word} (%)"
+        columns += [Measure(title, partial(answer, key=key), 2), Quote(title, key)]
+    return columns
+
+
+def answer(run: Run, key: str) -> float | None:
+    """A score of DinoBloom's protocol, by classifier/metric; an accuracy may come from the upright pose."""
+    classifier, metric = key.split("/")
+    found = run.answers.get(classifier, {}).get(metric)
+    return run.score(classifier) if found is None and metric == "accuracy" else found

@@ -1,0 +1,188 @@
+"""The whole report: files, gaps, bytes, and a page that is sound and alone."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from quickvit.report.build import GENERATOR, build_report, report_files
+from quickvit.report.figures import FIGURES
+from quickvit.report.page import Part
+from quickvit.report.results import Results, read_results
+
+COMMITTED = Path(__file__).parents[2] / "benchmarks"
+NASTY = "<script>alert(1)</script><img src=x onerror=y>$x_1$ \"'&"
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class Page(HTMLParser):
+    """Tags that must nest, ids, links and everything that could fetch something."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.ids, self.links, self.tags, self.fetched = [], [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        self._note(attributes)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self._note(attributes)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def _note(self, attributes):
+        for name, value in attributes:
+            assert not name.startswith("on"), f"{name}={value}"
+            if name == "id":
+                self.ids.append(value)
+            elif name in ("href", "src", "xlink:href", "srcset", "action", "poster", "data"):
+                (self.links if value.startswith("#") else self.fetched).append(value)
+
+
+@pytest.fixture
+def study(add_run):
+    """A small study of everything."""
+    for seed in range(2):
+        for name in ("vit", "h2", "h8", "i8", "d8"):
+            add_run(name=name, seed=seed, top1=90 + seed, invariant=name in ("i8", "d8"))
+        for k in (0, 6, 12):
+            add_run("depth", f"k={k}", seed)
+
+
+def test_committed_benchmarks_give_the_same_bytes(tmp_path):
+    """In another process, which hashes strings differently, in this one, and over a former report."""
+    command = [sys.executable, "-m", "quickvit", "report", "--bench", COMMITTED, "--out", tmp_path / "1"]
+    subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "1"}, check=True, timeout=300)
+    first = contents(tmp_path / "1")
+    assert len(first) > 30
+    for out in (tmp_path / "2", tmp_path / "1"):
+        build_report(COMMITTED, None, out)
+        assert contents(out) == first
+
+
+def test_committed_benchmarks_are_shown():
+    files = report_files(read_results(COMMITTED))
+    assert "NVIDIA H200" in files["tables/forward-speed.md"]
+    assert "h200_model.json" in files["index.html"]
+
+
+def test_a_result_that_is_gone_leaves_a_gap(bench, add_run, tmp_path):
+    out = tmp_path / "report"
+    path = add_run("lift", "free", top1=12.34)
+    add_run("depth", "k=6")
+    build_report(bench, None, out)
+    before = contents(out)
+    assert b"12.34" in before["tables/lift.md"]
+    assert b"12.34" in before["index.html"]
+    assert "figures/accuracy-depth-1.svg" in before
+    path.unlink()
+    (bench / "results" / "cifar10-depth" / "k=6-0.json").unlink()
+    (out / "tables" / "of-a-former-version.md").write_text("old")
+    build_report(bench, None, out)
+    after = contents(out)
+    assert not any(b"12.34" in text for text in after.values())
+    assert b"| free | \xe2\x80\x93 | 0 | not run |" in after["tables/lift.md"]
+    assert set(before) - set(after) == {"figures/accuracy-depth-1.svg"}
+    assert set(after) <= set(before)
+
+
+def test_other_peoples_files_are_left_alone(bench, tmp_path):
+    out = tmp_path / "report"
+    out.mkdir()
+    (out / "index.html").write_text("my page")
+    with pytest.raises(ValueError, match="has files that are no report"):
+        build_report(bench, None, out)
+    assert contents(out) == {"index.html": b"my page"}
+    with pytest.raises(ValueError, match=r"index\.html is a file; expected a folder"):
+        build_report(bench, None, out / "index.html")
+    (out / "index.html").write_text(GENERATOR)
+    (out / "notes.txt").write_text("mine")
+    build_report(bench, None, out)
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_mistake_leaves_the_former_report(bench, tmp_path):
+    out = tmp_path / "report"
+    build_report(bench, None, out)
+    before = contents(out)
+    (bench / "broken.json").write_text("{")
+    with pytest.raises(ValueError, match=r"broken\.json"):
+        build_report(bench, None, out)
+    assert contents(out) == before
+
+
+def test_the_page_is_sound_and_alone(bench, study):
+    files = report_files(read_results(bench))
+    page = Page(files["index.html"])
+    assert page.open == []
+    assert len(page.ids) == len(set(page.ids))
+    assert {link[1:] for link in page.links} <= set(page.ids)
+    assert page.fetched == []
+    text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", files["index.html"])
+    assert not re.search(r"https?://|url\((?!#)|@import|//cdn", text)
+    assert page.tags.count("svg") == 5
+    assert page.tags.count("script") == 1
+
+
+def test_further_chapters_follow_the_figures():
+    page = report_files(Results(), [Part("mine", "My <chapter>", '<p id="words">words</p>')])["index.html"]
+    assert '<a href="#mine">My &lt;chapter&gt;</a>' in page
+    assert page.index('id="figures"') < page.index('<p id="words">words</p>') < page.index('id="compute"')
+
+
+def test_untrusted_words_are_only_words(bench, add_run, add_bench):
+    provenance = {"hardware": {"gpu": NASTY}, "command": NASTY, "date": NASTY, "commit": NASTY}
+    for study in ("families", "depth", "invariants", "dinov2"):
+        add_run(study, "vit", dataset="x", model={"name": NASTY}, provenance=provenance)
+    for study in ("families", "depth"):
+        path = add_run(study, "h8")
+        record = json.loads(path.read_text()) | {"dataset": NASTY, "name": NASTY}
+        path.write_text(json.dumps(record))
+    row = ("ViT-Large/16 forward", NASTY, 1.5, {"dtype": NASTY})
+    add_bench("gpu", "model", row, hardware={"gpu": NASTY}, command=NASTY, settings={"compile": NASTY})
+    files = report_files(read_results(bench))
+    page = Page(files["index.html"])
+    assert page.tags.count("script") == 1
+    assert "img" not in page.tags
+    for name, text in files.items():
+        if name.endswith(".svg"):
+            ElementTree.fromstring(text)
+            assert "<script" not in text
+
+
+def test_figures_are_svg_without_dates(bench, study):
+    results = read_results(bench)
+    for figure in FIGURES:
+        drawing = figure(results)
+        assert drawing == figure(results)
+        assert drawing.panels
+        for svg in drawing.panels:
+            assert ElementTree.fromstring(svg).tag.endswith("svg")
+            assert "dc:date" not in svg
+            assert "Matplotlib" not in svg
+
+
+def test_figures_say_what_was_not_run():
+    drawings = {figure(Results()).id: figure(Results()) for figure in FIGURES}
+    assert drawings["flops-width"].panels
+    assert not drawings["flops-width"].commands
+    for name in ("accuracy-depth", "curves"):
+        assert drawings[name].panels == ()
+        assert drawings[name].commands
