@@ -11,6 +11,8 @@ from quickvit import act_on_image
 from quickvit.bench import BENCHMARKS, Request, Row, run
 from quickvit.bench import models as bench_models
 from quickvit.bench import suite as bench_suite
+from quickvit.bench.dinov2 import HEADS, Remembered, Separate, dinov2_crops
+from quickvit.bench.dinov2 import _step as dinov2_step
 from quickvit.bench.layers import EightBlocks
 from quickvit.bench.memory import LiveStorages, build_and_weigh
 from quickvit.bench.models import VIEWS, EightViews
@@ -20,6 +22,9 @@ from quickvit.bench.table import table
 from quickvit.bench.timing import Settings
 from quickvit.bench.work import Ceilings, Shape
 from quickvit.group import D8
+from quickvit.recipes import Dinov2
+from quickvit.recipes.dino.backbone import CropEncoder
+from quickvit.recipes.dinov2 import IMAGENET
 
 CPU = torch.device("cpu")
 SMALL = Request(CPU, sizes=("tiny",), img_size=32, depth=2, batch=1, repeats=1)
@@ -69,18 +74,88 @@ def test_model_without_views():
     assert names(run("model", replace(SMALL, families=("h8",))).rows, "invariant") == []
 
 
-@pytest.mark.parametrize(("recipe", "dtype"), [("deit3", "float32"), ("dinov2", "bfloat16")])
-def test_train(recipe, dtype):
-    rows = run("train", replace(SMALL, recipe=recipe, dtypes=(dtype,))).rows
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_train(dtype):
+    rows = run("train", replace(SMALL, dtypes=(dtype,))).rows
     check_times(rows)
-    assert names(rows, f"{recipe} forward + backward") == ["vit", "d8", "h8", "i8"]
+    assert names(rows, "deit3 forward + backward") == ["vit", "d8", "h8", "i8"]
     assert {row.dtype for row in rows} == {dtype}
 
 
+@pytest.fixture
+def few_prototypes(monkeypatch):
+    monkeypatch.setitem(IMAGENET, "prototypes", 64)
+
+
+def test_dinov2(few_prototypes):
+    asked = replace(SMALL, recipe="dinov2", batch=2, drop_path=0.5)
+    rows = run("train", replace(asked, dtypes=("bfloat16",))).rows
+    check_times(rows)
+    assert names(rows, "dinov2 step") == ["vit", "d8", "h8", "i8"]
+    for name in ("vit", "d8", "h8", "i8"):
+        several, one = (row for row in rows if row.case.endswith(f"packing of {name}"))
+        assert (several.name, one.name) == (f"{name}, a pass per size", name)
+        assert one.ratio == pytest.approx(several.ms / one.ms)
+        # The same measurement in both tables, and the same work.
+        assert one.ms == next(row.ms for row in rows if row.name == name)
+        assert one.gflops == several.gflops
+    heads = rows[-1]
+    assert heads.name == HEADS
+    assert heads.gflops < rows[0].gflops
+    whole = run("train", replace(asked, drop_path_subset=False, separate=False, families=("vit",))).rows
+    assert [row.name for row in whole] == ["vit", HEADS]
+    assert rows[0].gflops < whole[0].gflops
+
+
+@pytest.mark.parametrize("encoder", [CropEncoder, Separate, Remembered])
+def test_what_is_timed_of_dinov2_is_its_step(few_prototypes, monkeypatch, encoder):
+    """Ten crops of an image through the student, two through the teacher, and gradients everywhere."""
+    seen = []
+    forward = CropEncoder.forward
+
+    def watched(self, crops, mask=None):
+        seen.append((self.training, [tuple(x.shape) for x in crops], mask is not None))
+        return forward(self, crops, mask)
+
+    monkeypatch.setattr(CropEncoder, "forward", watched)
+    settings = Settings(CPU, torch.float32, 2)
+    job = dinov2_step(Shape("tiny", 16, 32, depth=2), settings, "h8", encoder, drop_path=0.0)
+    (recipe,) = (cell.cell_contents for cell in job.__closure__ if isinstance(cell.cell_contents, Dinov2))
+    losses = []
+    loss = recipe.loss
+    monkeypatch.setattr(recipe, "loss", lambda *args: losses.append(loss(*args)) or losses[-1])
+    job()
+    large, small = (4, 3, 32, 32), (16, 3, 16, 16)
+    teacher = [(False, [large], False)]
+    student = {
+        CropEncoder: [(True, [large, small], True)],
+        Separate: [(True, [large], True), (True, [small], False)],
+        Remembered: [(True, [large, small], True)],
+    }[encoder]
+    assert seen == [*teacher, *student]
+    job()
+    assert len(seen) == len(teacher + student) * (1 if encoder is Remembered else 2)
+    first, second = (value.item() for value, _ in losses)
+    assert first == pytest.approx(second, rel=1e-5)
+
+
+def test_a_pass_per_size_computes_the_same():
+    settings = Settings(CPU, torch.float32, 2)
+    torch.manual_seed(0)
+    packed = dinov2_step(Shape("tiny", 16, 32, depth=2), settings, "h8", CropEncoder, drop_path=0.0)
+    recipe = next(c.cell_contents for c in packed.__closure__ if isinstance(c.cell_contents, Dinov2))
+    student = recipe.modules["student"]
+    crops, mask = [torch.randn(4, 3, 32, 32), torch.randn(6, 3, 16, 16)], torch.rand(4, 4) < 0.5
+    expected = student(crops, mask)
+    student.__class__ = Separate
+    for found, wanted in zip(student(crops, mask), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 def test_dinov2_crops_have_whole_patches():
-    crops = bench_models._dinov2_crops(Shape("huge", 14))
+    crops = dinov2_crops(Shape("huge", 14))
     assert [(copies, shape.img_size) for copies, shape in crops] == [(2, 224), (8, 98)]
-    crops = bench_models._dinov2_crops(Shape("large", 16))
+    crops = dinov2_crops(Shape("large", 16))
     assert [(copies, shape.img_size) for copies, shape in crops] == [(2, 224), (8, 96)]
 
 
@@ -197,6 +272,7 @@ def test_a_failing_model_is_a_row(monkeypatch):
         ("speed", {}, "unknown benchmark 'speed'; expected one of block, model"),
         ("model", {"families": ("h9",)}, "unknown family 'h9'; expected one of d8"),
         ("train", {"recipe": "mae"}, "unknown recipe 'mae'; expected one of deit3, dinov2"),
+        ("train", {"drop_path": 0.1}, "drop_path is for dinov2, not for deit3"),
         ("model", {"dtypes": ("int8",)}, "unknown dtype 'int8'; expected one of float32"),
         ("linear", {"widths": (12,)}, "a width must be a positive multiple of 8, got 12"),
         ("linear", {"widths": (64, 72), "groups": (8, 16)}, "a positive multiple of 16, got 72"),

@@ -132,3 +132,13 @@ def test_views_are_painted_together(images):
 
 def test_pillow_leaves_what_is_not_to_change(images):
     assert paint_image(images[0], [(Kind.NOTHING, 0.0)]) is images[0]
+
+
+def test_pillow_turns_hues_and_changes_contrast_as_torchvision_does_to_the_bit():
+    """Colours in steps of five."""
+    steps = np.arange(0, 256, 5, dtype=np.uint8)
+    image = Image.fromarray(np.stack(np.meshgrid(steps, steps, steps), axis=-1).reshape(len(steps), -1, 3))
+    cases = [(Kind.HUE, turns) for turns in (-0.5, -0.1, -0.003, 0.0, 0.05, 0.1, 0.5)]
+    cases += [(Kind.CONTRAST, factor) for factor in (0.0, 0.6, 1.0, 1.4)]
+    for kind, amount in cases:
+        assert paint_image(image, [(kind, amount)]) == TORCHVISION[kind](image, amount), (kind, amount)

@@ -113,6 +113,14 @@ def test_native_positions_are_not_filtered():
     torch.testing.assert_close(position(6, 6), position.unfold(position.weight).permute(1, 2, 0))
 
 
+@pytest.mark.parametrize("grid", [(6, 6), (4, 4)])
+def test_autocast_does_not_round_positions(grid):
+    position = randomize(OcticPosition(6, 16))
+    expected = position(*grid)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(position(*grid), expected)
+
+
 @pytest.mark.parametrize(("source", "target"), [(14, 6), (14, 13), (7, 16), (14, 24), (3, 2)])
 def test_resizing_is_the_usual_filter(source, target):
     image = torch.randn(1, 2, source, source, dtype=torch.float64)

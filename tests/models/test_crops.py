@@ -47,6 +47,16 @@ def test_one_pass_equals_separate_passes(family, options):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("family", ["d8", "i8", "h8", "h2"])
+def test_one_pass_equals_separate_passes_in_float32(family):
+    model = make(family, embed_dim=384, num_heads=6, img_size=96, patch_size=16).float().eval()
+    generator = torch.Generator().manual_seed(0)
+    images = [torch.randn(n, 3, s, s, generator=generator) for n, s in ((2, 96), (8, 48))]
+    with torch.no_grad():
+        for found, x in zip(model.forward_crops(images), images, strict=True):
+            torch.testing.assert_close(found, model.forward_features(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["d8", "h8"])
 def test_stochastic_depth_drops_whole_sequences(family):
     model = make(

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from quickvit.bench.timing import threads
 from quickvit.group import D2, D8, Layout
 from quickvit.layers import OcticBlock, OcticMlp
-from quickvit.ops import attention, gelu, linear, norm, octic_attention, octic_gelu, octic_linear, plain
+from quickvit.ops import attention, gelu, linear, mlp, norm, octic_attention, octic_gelu, octic_linear, plain
 from quickvit.ops.backend import fused
 from quickvit.ops.cpu import library
 from quickvit.ops.cpu.linear import linear_forward, mlp_forward
@@ -352,3 +352,22 @@ def test_forked_processes_work_on_one_thread():
 def _in_child(queue, x: Tensor) -> None:
     torch.set_num_threads(1)  # as PyTorch's DataLoader does
     queue.put(octic_gelu(x).sum().item())
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 64])
+@pytest.mark.parametrize("hidden_bytes", [1, 3000, 2**26])
+def test_the_perceptron_of_a_part_of_the_tokens_at_a_time(tokens, hidden_bytes, monkeypatch):
+    monkeypatch.setattr(mlp, "HIDDEN_BYTES", hidden_bytes)
+    torch.manual_seed(0)
+    x = torch.randn(tokens, 32)
+    weights = [
+        torch.randn(4, 8, 4),
+        torch.randn(1, 16, 8),
+        torch.randn(8),
+        torch.randn(4, 4, 8),
+        torch.randn(1, 8, 16),
+    ]
+    hidden = gelu.definition(linear.definition(x, *weights[:2]), weights[2])
+    torch.testing.assert_close(
+        mlp.in_parts(x, *weights), linear.definition(hidden, *weights[3:]), rtol=1e-4, atol=1e-4
+    )

@@ -5,7 +5,8 @@ import torch
 
 from quickvit import QuickVisionTransformer, act_on_image
 from quickvit.group import Layout
-from quickvit.ops import attention, gelu, linear, norm, plain
+from quickvit.layers import OcticMlp
+from quickvit.ops import attention, gelu, linear, mlp, norm, plain
 from quickvit.testing import assert_invariant, randomize
 
 pytestmark = [
@@ -99,6 +100,22 @@ def test_operators_take_strided_input(name):
     x, *rest = tensors
     wide = torch.cat([x, x], dim=1)[:, ::2]
     torch.testing.assert_close(fused(wide, *rest), fused(wide.contiguous(), *rest))
+
+
+def test_the_perceptron_without_gradients_takes_little_memory(monkeypatch):
+    net = OcticMlp(1280, 5120).to(DEVICE, torch.bfloat16)
+    x = torch.randn(64, 257, 1280, device=DEVICE, dtype=torch.bfloat16)
+    with plain():
+        expected = net.double()(x.double())
+    net.bfloat16()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.no_grad():
+        ours = net(x)
+    assert torch.cuda.max_memory_allocated() - before < mlp.HIDDEN_BYTES + 2.5 * ours.nbytes
+    assert relative(ours, expected) < 0.02
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        assert relative(net.float()(x.float()), expected) < 0.02
 
 
 def model(family, **options):

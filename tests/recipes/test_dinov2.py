@@ -140,6 +140,62 @@ def test_schedules_and_groups(config):
     assert decay["student.vit.blocks.1.attn.qkv.bias"](100) == 0
 
 
+def plain_schedule(base, final, steps, warmup=0, start=0.0):
+    """DINOv2's: a line that reaches `base` with the last of `warmup` updates, then half a cosine."""
+    rising = [start + (base - start) * i / max(1, warmup - 1) for i in range(warmup)]
+    rest = steps - warmup
+    return rising + [final + (base - final) * (1 + math.cos(math.pi * i / rest)) / 2 for i in range(rest)]
+
+
+def test_every_value_of_every_schedule_is_that_of_the_plain_rule(config):
+    recipe = recipe_of(
+        config(
+            batch_size=16, steps=100, warmup_steps=7, temperature_steps=30, frozen_steps=5, learning_rate=4e-3
+        )
+    )
+    peak = 4e-3 * math.sqrt(16 / 1024)
+    rates = plain_schedule(peak, 1e-6, 100, warmup=7)
+    expected = {
+        "rate": rates,
+        "frozen": [0.0] * 5 + rates[5:],
+        "decay": plain_schedule(0.04, 0.4, 100),
+        "momentum": plain_schedule(0.992, 1.0, 100),
+        "temperature": [0.04 + 0.03 * i / 29 for i in range(30)] + [0.07] * 70,
+    }
+    found = {id(p): group["schedules"] for group in recipe.optimizer().param_groups for p in group["params"]}
+    head = recipe.modules["student_head"]
+    schedules = {
+        "rate": found[id(head.mlp[0].weight)]["lr"],
+        "frozen": found[id(head.prototypes)]["lr"],
+        "decay": found[id(head.mlp[0].weight)]["weight_decay"],
+        "momentum": recipe._momentum,
+        "temperature": recipe._temperature,
+    }
+    for name, values in expected.items():
+        ours = [schedules[name](step) for step in range(100)]
+        assert ours == pytest.approx(values, rel=1e-10, abs=1e-14), name
+
+
+@pytest.mark.parametrize("model", ["quickvit_h8_tiny_patch16_224", "baseline_tiny_patch16_224"])
+@pytest.mark.parametrize(("changes", "subset"), [({}, True), ({"drop_path": 0.1}, False)], ids=str)
+def test_above_a_rate_of_a_tenth_samples_are_left_out_of_the_computation(config, model, changes, subset):
+    resolved = resolve(config(model=model, **changes), CPU)
+    assert resolved.drop_path_subset == subset
+    student, teacher = (Dinov2(resolved).modules[name] for name in ("student", "teacher"))
+    assert {block.drop_path_subset for block in student.vit.blocks} == {subset}
+    rows = []
+    handles = [
+        block.norm1.register_forward_hook(lambda *args: rows.append(len(args[1][0])))
+        for encoder in (student.train(), teacher.eval())
+        for block in encoder.vit.blocks
+    ]
+    for encoder in (student, teacher):
+        encoder([torch.zeros(10, 3, 16, 16), torch.zeros(20, 3, 8, 8)])
+    whole, kept = 10 * 17 + 20 * 5, 8 * 17 + 16 * 5
+    assert rows == [kept if subset else whole] * 2 + [whole] * 2
+    assert handles
+
+
 def test_prototypes_stay_while_they_are_frozen(config):
     recipe = recipe_of(config(frozen_steps=2, steps=20, warmup_steps=0))
     trainer, batches = Trainer(recipe, RunConfig()), recipe.batches(0, World())
@@ -350,20 +406,46 @@ def test_the_two_processes_had_different_numbers_of_hidden_patches(config):
     assert any(one != two for one, two in counts)
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_draw_their_own_stochastic_depth_from_the_seed(images, tmp_path, parallel):
+    runs = [
+        tiny_runs.views_config(
+            images, tmp_path / name, {"parallel": parallel}, steps=4, drop_path=0.3, seed=seed
+        )
+        for name, seed in (("first", 0), ("again", 0), ("other", 1))
+    ]
+    for chosen in runs:
+        tiny_runs.run_ranks(chosen, 2)
+    first, again, other = (tiny_runs.metrics(chosen.out) for chosen in runs)
+    assert first == again
+    assert first != other
+
+
 def test_several_passes_compute_what_one_does(alone, exact):
     chosen = exact("softmax", {"accumulate": 2})
     train(chosen)
     assert_close_run(chosen.out, alone("softmax"))
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_killed_and_resumed(images, tmp_path, workers):
+def killed_and_resumed(images, folder, workers, centering, steps, kills):
+    """How many of the kills of a run, which then ended as if nothing had happened, lay within a save."""
     run = {"workers": workers, "evaluate_every": 1000}
-    whole = tiny_runs.views_config(images, tmp_path / "whole", run, steps=30, centering="softmax")
+    whole = tiny_runs.views_config(images, folder / "whole", run, steps=steps, centering=centering)
     assert tiny_runs.run(whole) == 0
-    killed = replace(whole, out=tmp_path / "killed")
-    tiny_runs.killed_and_resumed(killed, total=30, kills=3, seed=workers)
+    killed = replace(whole, out=folder / "killed")
+    within = tiny_runs.killed_and_resumed(killed, total=steps, kills=kills, seed=workers)
     tiny_runs.assert_same_run(killed.out, whole.out)
+    return within
+
+
+def test_killed_and_resumed(images, tmp_path):
+    killed_and_resumed(images, tmp_path, 0, "softmax", steps=30, kills=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "centering"), [(0, "softmax"), (2, "softmax"), (2, "sinkhorn")])
+def test_killed_at_twenty_moments_and_resumed(images, tmp_path, workers, centering):
+    assert killed_and_resumed(images, tmp_path, workers, centering, steps=40, kills=20) > 0
 
 
 # ---------------------------------------------------------------------- odd batches

@@ -73,7 +73,7 @@ def _measure(
         for _ in range(number):
             batch = next(batches)
             if step is not None:
-                step([batch.images], [batch.targets])
+                step(batch.images, batch.targets)
         if settings.cuda:
             torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3

@@ -19,9 +19,6 @@ from quickvit.bench.work import Ceilings, Shape, Storage
 from quickvit.group import D8, act_on_image
 from quickvit.models import FAMILIES
 
-RECIPES = ("deit3", "dinov2")
-# DINOv2's crops of an image: how many, and their side as a share of the largest.
-DINOV2_CROPS = ((2, 1.0), (8, 96 / 224))
 VIEWS = "vit, mean of 8 views"
 
 
@@ -69,13 +66,13 @@ def bench_models(
 
         storage = Storage.inference(settings.dtype)
         cases = [
-            Case(n, partial(build, n), _work(shape, n, settings.batch, storage), settings.batch)
+            Case(n, partial(build, n), model_work(shape, n, settings.batch, storage), settings.batch)
             for n in names
         ]
         invariant = [c for c in cases if c.name != BASELINE and FAMILIES[c.name].invariant]
         answers: list[Case] = []
         if views and invariant:
-            steps = _work(shape, BASELINE, D8.order * settings.batch, storage)
+            steps = model_work(shape, BASELINE, D8.order * settings.batch, storage)
             answers = [Case(VIEWS, partial(_views, shape, settings), steps, settings.batch)]
         outcomes = measure([*cases, *answers], settings, shape.label)
         timed = timed_rows(f"{shape.label} forward", cases, outcomes, settings, ceilings)
@@ -87,35 +84,17 @@ def bench_models(
 
 
 def bench_training(
-    settings: Settings,
-    ceilings: Ceilings,
-    shapes: Sequence[Shape],
-    families: Sequence[str],
-    *,
-    recipe: str = "deit3",
+    settings: Settings, ceilings: Ceilings, shapes: Sequence[Shape], families: Sequence[str]
 ) -> list[Row]:
-    """Forward and backward passes of whole models in the shapes of a recipe; below float32 with autocast.
-
-    deit3: one image at a time. dinov2: the student on two large and eight small crops of an image, without
-    teacher and heads.
-    """
-    if recipe not in RECIPES:
-        raise ValueError(f"unknown recipe {recipe!r}; expected one of {', '.join(RECIPES)}")
+    """Forward and backward passes of whole models; below float32 with autocast."""
+    storage = Storage.training(settings.dtype)
     rows = []
     for shape in shapes:
-        crops = [(1, shape)] if recipe == "deit3" else _dinov2_crops(shape)
         cases = []
         for name in competitors(families):
-            steps = [
-                step
-                for copies, crop in crops
-                for step in _work(
-                    crop, name, copies * settings.batch, Storage.training(settings.dtype), backward=True
-                )
-            ]
-            build = partial(_training, name, shape, crops, settings)
-            cases.append(Case(name, build, steps, settings.batch))
-        label = f"{shape.label} {recipe}"
+            steps = model_work(shape, name, settings.batch, storage, backward=True)
+            cases.append(Case(name, partial(_training, name, shape, settings), steps, settings.batch))
+        label = f"{shape.label} deit3"
         outcomes = measure(cases, settings, label)
         rows += timed_rows(f"{label} forward + backward", cases, outcomes, settings, ceilings)
     return rows
@@ -177,7 +156,7 @@ def bench_memory(settings: Settings, shapes: Sequence[Shape], families: Sequence
 
 def _inference(create: Callable[[], nn.Module], shape: Shape, settings: Settings) -> Job:
     module = create().to(settings.dtype).eval()
-    images = _images(settings.batch, shape, settings).to(settings.dtype)
+    images = random_images(settings.batch, shape, settings).to(settings.dtype)
     return _forward(module, images, settings)
 
 
@@ -196,27 +175,21 @@ def _views(shape: Shape, settings: Settings) -> Job:
     return _inference(lambda: EightViews(create_model(BASELINE, shape, settings)), shape, settings)
 
 
-def _training(name: str, shape: Shape, crops: Sequence[tuple[int, Shape]], settings: Settings) -> Job:
-    # Several sizes of images go through one model, so its positions are resized.
-    model = create_model(
-        name, shape, settings, **({"dynamic_img_size": True} if len(crops) > 1 else {})
-    ).train()
-    batches = [_images(copies * settings.batch, crop, settings) for copies, crop in crops]
-    labels = [torch.randint(work.CLASSES, (len(images),), device=settings.device) for images in batches]
-    return partial(train_step(model, settings), batches, labels)
+def _training(name: str, shape: Shape, settings: Settings) -> Job:
+    images = random_images(settings.batch, shape, settings)
+    labels = torch.randint(work.CLASSES, (settings.batch,), device=settings.device)
+    return partial(train_step(create_model(name, shape, settings).train(), settings), images, labels)
 
 
-def train_step(model: nn.Module, settings: Settings) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
-    """A forward and a backward pass for batches of images and their labels; the gradients are dropped."""
+def train_step(model: nn.Module, settings: Settings) -> Callable[[Tensor, Tensor], None]:
+    """A forward and a backward pass for images and their labels; the gradients are dropped."""
     compiled = settings.compiled(model)
 
-    def step(batches: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
+    def step(images: Tensor, labels: Tensor) -> None:
         settings.begin_step()
-        with _autocast(settings):
-            losses = [
-                functional.cross_entropy(compiled(x).float(), y) for x, y in zip(batches, labels, strict=True)
-            ]
-        torch.stack(losses).sum().backward()
+        with autocast(settings):
+            loss = functional.cross_entropy(compiled(images).float(), labels)
+        loss.backward()
         model.zero_grad(set_to_none=True)
 
     return step
@@ -234,7 +207,7 @@ def _block_training(name: str, shape: Shape, settings: Settings) -> Job:
 
     def job() -> None:
         settings.begin_step()
-        with _autocast(settings):
+        with autocast(settings):
             y = step(x)
         y.backward(grad)
         block.zero_grad(set_to_none=True)
@@ -274,13 +247,15 @@ def _create_block(name: str, shape: Shape, settings: Settings) -> nn.Module:
     return block
 
 
-def _work(
+def model_work(
     shape: Shape, name: str, batch: int, storage: Storage, *, backward: bool = False
 ) -> list[work.Work]:
+    """The steps of a family or of the baseline."""
     return work.model(shape, None if name == BASELINE else name, batch, storage, backward=backward)
 
 
-def _images(number: int, shape: Shape, settings: Settings) -> Tensor:
+def random_images(number: int, shape: Shape, settings: Settings) -> Tensor:
+    """Noise in the shape of images."""
     return torch.randn(number, work.CHANNELS, shape.img_size, shape.img_size, device=settings.device)
 
 
@@ -288,14 +263,6 @@ def _tokens(shape: Shape, settings: Settings) -> Tensor:
     return torch.randn(settings.batch, shape.tokens, shape.dims.embed_dim, device=settings.device)
 
 
-def _dinov2_crops(shape: Shape) -> list[tuple[int, Shape]]:
-    """The crops, their sides rounded to whole patches (98 pixels for patches of 14)."""
-    crops = []
-    for copies, share in DINOV2_CROPS:
-        side = max(1, round(shape.img_size * share / shape.patch)) * shape.patch
-        crops.append((copies, replace(shape, img_size=side)))
-    return crops
-
-
-def _autocast(settings: Settings) -> torch.autocast:
+def autocast(settings: Settings) -> torch.autocast:
+    """The precision of training, weights staying in float32."""
     return torch.autocast(settings.device.type, settings.dtype, enabled=settings.dtype != torch.float32)

@@ -11,7 +11,7 @@ import torch
 
 from quickvit.bench.feeding import bench_feeding
 from quickvit.bench.layers import bench_gelu, bench_linear, count_flops
-from quickvit.bench.models import RECIPES, bench_blocks, bench_memory, bench_models, bench_training
+from quickvit.bench.models import bench_blocks, bench_memory, bench_models, bench_training
 from quickvit.bench.operators import bench_operators
 from quickvit.bench.record import surroundings
 from quickvit.bench.table import SPEED, Row
@@ -21,6 +21,7 @@ from quickvit.data import cache, open_source
 from quickvit.group import D8, DihedralGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RECIPES = ("deit3", "dinov2")
 # Sizes that the literature uses with patches of 16 pixels; the larger ones have 14.
 COARSE = ("tiny", "small", "base", "large")
 
@@ -42,6 +43,9 @@ class Request:
     dtypes: tuple[str, ...] | None = None
     compile: str | None = None
     recipe: str = RECIPES[0]
+    drop_path: float | None = None
+    drop_path_subset: bool | None = None
+    separate: bool | None = None
     data: str | None = None
     workers: int = 0
     cache: bool = False
@@ -50,10 +54,20 @@ class Request:
     repeats: int | None = None
 
     def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"unknown recipe {self.recipe!r}; expected one of {', '.join(RECIPES)}")
+        if self.recipe != "dinov2" and self.of_dinov2:
+            raise ValueError(f"{' and '.join(self.of_dinov2)} is for dinov2, not for {self.recipe}")
         if self.data is None and (self.workers or self.cache):
             raise ValueError("workers and cache are about data; name it with --data")
         if self.data is not None and self.recipe != RECIPES[0]:
             raise ValueError(f"data comes as in {RECIPES[0]}, not as in {self.recipe}; leave one of them out")
+
+    @property
+    def of_dinov2(self) -> dict[str, Any]:
+        """What was asked for that only dinov2 has."""
+        chosen = {name: getattr(self, name) for name in ("drop_path", "drop_path_subset", "separate")}
+        return {name: value for name, value in chosen.items() if value is not None}
 
     @property
     def cuda(self) -> bool:
@@ -101,13 +115,18 @@ def _model(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row
 
 
 def _train(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
-    """Forward and backward passes of whole models; below float32 with autocast. With data, also fed by a loader."""
+    """Training steps of whole models; below float32 with autocast. With data, also fed by a loader."""
     families = request.families or ("d8", "h8", "i8")
     if request.data is not None:
         source = open_source(request.data)
         source = cache(source) if request.cache else source
         return bench_feeding(settings, request.shapes(), families, source, request.workers)
-    return bench_training(settings, ceilings, request.shapes(), families, recipe=request.recipe)
+    if request.recipe == "dinov2":
+        # It imports the recipe, which imports this room's records.
+        from quickvit.bench.dinov2 import bench_dinov2
+
+        return bench_dinov2(settings, ceilings, request.shapes(), families, **request.of_dinov2)
+    return bench_training(settings, ceilings, request.shapes(), families)
 
 
 def _block(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from statistics import median, quantiles
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -66,10 +66,17 @@ class Settings:
 
     def compiled(self, module: nn.Module) -> Callable[..., torch.Tensor]:
         """The module, compiled as the settings say: without breaks in the graph, for these shapes alone."""
-        if self.compile == "none":
-            return module
+        return module if self.compile == "none" else torch.compile(module, **self._compile_options)
+
+    def compile_here(self, module: nn.Module) -> None:
+        """Compile a module as it is, where others call it."""
+        if self.compile != "none":
+            module.compile(**self._compile_options)
+
+    @property
+    def _compile_options(self) -> dict[str, Any]:
         mode = None if self.compile == "default" else self.compile
-        return torch.compile(module, fullgraph=True, dynamic=False, mode=mode)
+        return {"fullgraph": True, "dynamic": False, "mode": mode}
 
     def begin_step(self) -> None:
         """Allow CUDA graphs to overwrite the outputs of the step before."""
@@ -154,7 +161,10 @@ def measure(
     """
     total = len(cases) * (1 + settings.repeats)
     try:
-        with tqdm(total=total, desc=label, leave=False, disable=None) as progress:
+        # Competitors share their code, of which PyTorch compiles a few variants only, a handful for each here.
+        config: Any = torch.compiler.config
+        limit = config.patch(recompile_limit=8 * len(cases))
+        with limit, tqdm(total=total, desc=label, leave=False, disable=None) as progress:
             return _rounds(cases, settings, clock or settings.clock, progress.update)
     finally:
         release(settings)

@@ -9,6 +9,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from quickvit.bench.record import surroundings
 from quickvit.cli.arguments import PRECISIONS, add_data, add_model, add_poses
 from quickvit.cli.build import choose_device, load_named
 from quickvit.cli.command import Command
@@ -60,7 +61,7 @@ def accuracies(arguments: Namespace, poses: Sequence[Pose]) -> int:
         print_json(
             {
                 **{key: arguments[key] for key in REPORTED},
-                "command": arguments.command_line,
+                **surroundings(world.device, arguments.command_line),
                 "preprocessing": asdict(transform),
                 "images": report.images,
                 "unreadable": dict(report.unreadable),

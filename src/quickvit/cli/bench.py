@@ -7,7 +7,6 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from quickvit.bench import suite
-from quickvit.bench.models import RECIPES
 from quickvit.bench.record import write
 from quickvit.bench.table import table
 from quickvit.bench.timing import COMPILE, measure_ceilings
@@ -29,7 +28,22 @@ BENCH_OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "--img-size": (SIZED, {"type": int, "default": 224, "help": "side of the images"}),
     "--depth": (WHOLE, {"type": int, "help": "fewer blocks"}),
     "--families": (("block", *WHOLE), {"nargs": "+", "help": "d8, h8, i8, h2, beside timm's ViT"}),
-    "--recipe": (("train",), {"choices": list(RECIPES), "default": RECIPES[0], "help": "whose crops"}),
+    "--recipe": (
+        ("train",),
+        {"choices": list(suite.RECIPES), "default": suite.RECIPES[0], "help": "whose steps"},
+    ),
+    "--drop-path": (("train",), {"type": float, "help": "stochastic depth of dinov2, 0.3 by default"}),
+    "--drop-path-subset": (
+        ("train",),
+        {
+            "type": bool,
+            "help": "whether dinov2 leaves samples out of the computation; as in training by default",
+        },
+    ),
+    "--separate": (
+        ("train",),
+        {"type": bool, "help": "time dinov2 also with a pass for each size of crops, true by default"},
+    ),
     "--data": (("train",), {"help": "also the throughput with this data: a folder, digits, wds/…, torch/…"}),
     "--workers": (("train",), {"type": int, "default": 0, "help": "processes that read the data"}),
     "--cache": (("train",), {"type": bool, "default": False, "help": "keep the decoded images in memory"}),

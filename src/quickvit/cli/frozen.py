@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
+from quickvit.bench.record import surroundings
 from quickvit.cli.arguments import PRECISIONS, add_model
 from quickvit.cli.build import choose_device, load_named
 from quickvit.data import EvalTransform, Source
@@ -73,7 +74,7 @@ class Frozen:
         names = ("model", "checkpoint", "pretrained", "data", "circle", "seed")
         return {
             **{name: arguments[name] for name in names if name in arguments},
-            "command": arguments.command_line,
+            **surroundings(self.world.device, arguments.command_line),
             "img_size": self.backbone.img_size,
             "dtype": str(self.backbone.dtype).removeprefix("torch."),
         }

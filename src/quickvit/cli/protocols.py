@@ -115,7 +115,9 @@ def segmentation(arguments: Namespace) -> int:
     images = len(test.masks)
     if arguments.json:
         answers = {name: _segmentation_scores(found) for name, found in scores.items()}
-        print_json({**frozen.about(arguments), "images": images, "answers": answers})
+        print_json(
+            {**frozen.about(arguments), "protocol": "segmentation", "images": images, "answers": answers}
+        )
     else:
         sentences = (
             f"{name} mIoU {found.mean_iou:.2%}, pixel accuracy {found.pixel_accuracy:.2%} ({_words(found.chosen)})"

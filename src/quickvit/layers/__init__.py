@@ -2,14 +2,15 @@
 
 from quickvit.layers.attention import OcticAttention
 from quickvit.layers.block import OcticBlock, Pending
-from quickvit.layers.dropout import OcticDropout, sample_scale
+from quickvit.layers.depth import draw_subset, sample_scale
+from quickvit.layers.dropout import OcticDropout
 from quickvit.layers.invariant import INVARIANTS, OcticInvariant
 from quickvit.layers.lift import FreeLift, OcticLift
 from quickvit.layers.linear import OcticLinear
 from quickvit.layers.mlp import OcticMlp
 from quickvit.layers.norm import OcticLayerNorm, OcticLayerScale
-from quickvit.layers.packing import StandardBlock
 from quickvit.layers.position import OcticPosition
+from quickvit.layers.standard import StandardBlock
 from quickvit.layers.tokens import InvariantTokens
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "OcticPosition",
     "Pending",
     "StandardBlock",
+    "draw_subset",
     "sample_scale",
 ]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quickvit.group import D8, DihedralGroup
 from quickvit.layers.attention import OcticAttention
-from quickvit.layers.dropout import sample_scale
+from quickvit.layers.depth import Subset, draw_subset, sample_scale
 from quickvit.layers.mlp import OcticMlp
 from quickvit.layers.norm import OcticLayerNorm, OcticLayerScale
 from quickvit.layers.packing import Shapes
@@ -25,7 +25,12 @@ class Pending(NamedTuple):
 
 
 class OcticBlock(nn.Module):
-    """x ← x + MHA(LN(x)), x ← x + MLP(LN(x)): [B, N, C] → [B, N, C]."""
+    """x ← x + MHA(LN(x)), x ← x + MLP(LN(x)): [B, N, C] → [B, N, C].
+
+    drop_path_subset: stochastic depth leaves samples out of the computation, see `depth`.
+    """
+
+    drop_path_subset = False
 
     def __init__(
         self,
@@ -57,11 +62,14 @@ class OcticBlock(nn.Module):
         *,
         defer: bool = False,
         shapes: Shapes | None = None,
-    ) -> Tensor | tuple[Tensor, Pending]:
+    ) -> Tensor | tuple[Tensor, Pending | None]:
         """Apply the block; `pending` is what the block before left to add, and `defer` leaves ours to the next.
 
         `shapes` are those of packed sequences [T, C].
         """
+        if self.drop_path_subset and self.training and self.drop_path:
+            x = self._of_subsets(x if pending is None else self.add(x, pending), shapes)
+            return (x, None) if defer else x
         if pending is None:
             y = self.norm1(x)
         else:
@@ -75,6 +83,21 @@ class OcticBlock(nn.Module):
         """The residual sum that was left to add."""
         branch, bias, scale, samples = pending
         return residual(x, branch, self.norm1.layout, bias=bias, scale=scale, sample_scale=samples)
+
+    def _of_subsets(self, x: Tensor, shapes: Shapes | None) -> Tensor:
+        """The block, each branch computed for a random subset of the samples."""
+        kept = draw_subset(x, self.drop_path, shapes)
+        x = self._add_subset(x, kept, self.attn.deferred(self.norm1(kept.of(x)), kept.shapes), self.ls1)
+        kept = draw_subset(x, self.drop_path, shapes)
+        return self._add_subset(x, kept, self.mlp.deferred(self.norm2(kept.of(x))), self.ls2)
+
+    def _add_subset(
+        self, x: Tensor, kept: Subset, branch: tuple[Tensor, Tensor | None], scale: OcticLayerScale | None
+    ) -> Tensor:
+        y, bias = branch
+        if bias is not None:
+            y = y + self.norm1.layout.embed_invariant(bias)
+        return kept.add(x, y if scale is None else scale(y))
 
     def _pending(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -38,7 +40,10 @@ class OcticPosition(DerivedTensor):
         full = self.unfold(self.weight)
         if (height, width) != self.unfold.size:
             rows, columns = (resize_matrix(self.grid_size, n) for n in (height, width))
-            full = full.new_tensor(rows) @ full @ full.new_tensor(columns).T
+            device = full.device.type
+            # Positions begin the residual stream, which autocast leaves as precise as the weights.
+            with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
+                full = full.new_tensor(rows) @ full @ full.new_tensor(columns).T
         return full.permute(1, 2, 0)
 
     def extra_repr(self) -> str:

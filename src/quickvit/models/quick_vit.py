@@ -81,6 +81,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
     family: what happens to the symmetry, one of `FAMILIES`.
     octic_depth: the paper's k, the number of octic blocks; half the depth by default, all of it for d8.
     invariant: how steerable features become invariant (d8 and i8), one of `quickvit.layers.INVARIANTS`.
+    drop_path_subset: in training, compute residual branches for those samples alone that stochastic depth keeps, and
+    keep the same number each time. Faster above a drop_path_rate of 0.1.
     mask_token: learn a token that replaces hidden patches in `forward_features(x, mask)`.
     pos_grid: side of the square grid on which positions are learned; the image's own by default.
     lift: "octic", or "free" for the paper's ablation without symmetry in the patch embedding (h8 and h2).
@@ -112,6 +114,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         uniform_drop_path: bool = False,
+        drop_path_subset: bool = False,
         family: str = "h8",
         octic_depth: int | None = None,
         invariant: str = "power_spectrum",
@@ -187,6 +190,9 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
             StandardBlock(embed_dim, drop_path=rate, norm_layer=_layer_norm, **shared)
             for rate in rates[octic_depth:]
         )
+        for block in self.blocks:
+            assert isinstance(block, OcticBlock | StandardBlock)
+            block.drop_path_subset = drop_path_subset
         self.invariant = OcticInvariant(embed_dim, invariant, group) if kind.invariant else None
         self.feature_info = [
             {"module": f"blocks.{i}", "num_chs": embed_dim, "reduction": patch_size} for i in range(depth)

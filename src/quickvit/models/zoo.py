@@ -16,8 +16,9 @@ from timm.models import (
     is_model_in_modules,
     register_model,
 )
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import Block, VisionTransformer
 
+from quickvit.layers import StandardBlock
 from quickvit.models.quick_vit import FAMILIES, QuickVisionTransformer
 
 
@@ -67,7 +68,7 @@ def create_baseline(size: str, patch_size: int = 16, **kwargs: Any) -> VisionTra
     if size not in SIZES:
         raise ValueError(f"unknown size {size!r}; expected one of {', '.join(SIZES)}")
     arguments = {**SIZES[size].arguments(), "init_values": LAYER_SCALE, "no_embed_class": True}
-    return VisionTransformer(patch_size=patch_size, **{**arguments, **kwargs})
+    return _with_packing(VisionTransformer(patch_size=patch_size, **{**arguments, **kwargs}))
 
 
 ViT = QuickVisionTransformer | VisionTransformer
@@ -92,10 +93,18 @@ def create_model(name: str, **options: Any) -> ViT:
         _require_vit(name)
         created = timm.create_model(name, **options)
         assert isinstance(created, ViT)
-        model = created
+        model = _with_packing(created) if isinstance(created, VisionTransformer) else created
     if isinstance(model, VisionTransformer):
         config: Any = {STANDARD: name, **options}
         model.config = config
+    return model
+
+
+def _with_packing(model: VisionTransformer) -> VisionTransformer:
+    """The model, its blocks also taking packed sequences; timm's rarer kinds of blocks stay as they are."""
+    for block in model.blocks:
+        if type(block) is Block:
+            block.__class__ = StandardBlock
     return model
 
 

@@ -57,12 +57,21 @@ def _linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) 
     if x.is_cpu and fused(x, DihedralGroup(n1 + 4 * n2)):
         return linear_forward(x, weight_1, weight_2, bias)
     y = x.new_empty(x.shape[0], weight_1.shape[1] * (n1 + 4 * n2))
+    products(x, weight_1, weight_2, y)
+    if bias is not None:
+        y[:, : bias.shape[0]] += bias
+    return y
+
+
+def products(x: Tensor, weight_1: Tensor, weight_2: Tensor, out: Tensor) -> None:
+    """Write the map of x [T, C] to out [T, F]: each product straight into its place of the packed result."""
     if not x.shape[0]:
-        return y
+        return
+    n1, n2 = len(weight_1), len(weight_2)
     x_one, x_two = _views(x, n1, n2)
-    y_one, y_two = _views(y, n1, n2)
-    # Products are written straight into the packed output. A CPU takes them one by one: its batched product
-    # would copy strided operands. A GPU takes each family of equal blocks in one launch.
+    y_one, y_two = _views(out, n1, n2)
+    # A CPU takes them one by one: its batched product would copy strided operands. A GPU takes each family of equal
+    # blocks in one launch.
     if x.device.type == "cpu":
         for i, w in enumerate(weight_1):
             torch.mm(x_one[i], w.T, out=y_one[i])
@@ -73,9 +82,6 @@ def _linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) 
         torch.bmm(x_one, weight_1.mT, out=y_one)
         for xs, ys, w in zip(x_two, y_two, weight_2, strict=True):
             torch.bmm(xs, w.T.expand(2, -1, -1), out=ys)
-    if bias is not None:
-        y[:, : bias.shape[0]] += bias
-    return y
 
 
 @_linear.register_fake

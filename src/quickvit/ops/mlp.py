@@ -7,13 +7,18 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from quickvit.group import DihedralGroup
-from quickvit.ops.backend import fused, needs_grad
+from quickvit.ops.backend import autocast, fused, needs_grad
 from quickvit.ops.cpu.linear import mlp_forward
+from quickvit.ops.linear import products
+from quickvit.ops.operator import kernels
+
+# Bytes of the hidden features that exist at one time on a GPU: enough to keep it busy.
+HIDDEN_BYTES = 100 * 2**20
 
 
 def takes_mlp(x: Tensor, group: DihedralGroup, *parameters: Tensor | None) -> bool:
-    """Whether `octic_mlp` is there for x: on the CPU, where no gradient needs the hidden features."""
-    return x.is_cpu and fused(x, group) and not needs_grad(x, *parameters)
+    """Whether `octic_mlp` is there for x: where kernels are, and no gradient needs the hidden features."""
+    return fused(x, group) and not needs_grad(x, *parameters)
 
 
 def octic_mlp(
@@ -21,17 +26,39 @@ def octic_mlp(
 ) -> Tensor:
     """W₂ GELU(W₁ x + b), [..., C] → [..., F], without the bias of the second map; see `octic_linear`, `octic_gelu`.
 
-    The hidden features of a few tokens at a time stay in the cache of the processor.
+    The hidden features, which are the largest tensor of a model, exist of a part of the tokens at a time: on a CPU of
+    so few that they stay in the cache.
     """
+    x, first_1, first_2, second_1, second_2 = autocast(x, first_1, first_2, second_1, second_2)
     y = _mlp(x.flatten(0, -2), first_1, first_2, bias, second_1, second_2)
     return y.unflatten(0, x.shape[:-1])
 
 
-@torch.library.custom_op("quickvit::octic_mlp", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("quickvit::octic_mlp", mutates_args=())
 def _mlp(
     x: Tensor, first_1: Tensor, first_2: Tensor, bias: Tensor | None, second_1: Tensor, second_2: Tensor
 ) -> Tensor:
-    return mlp_forward(x if x.stride(1) == 1 else x.contiguous(), first_1, first_2, bias, second_1, second_2)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    parameters = first_1, first_2, bias, second_1, second_2
+    return mlp_forward(x, *parameters) if x.is_cpu else in_parts(x, *parameters)
+
+
+def in_parts(
+    x: Tensor, first_1: Tensor, first_2: Tensor, bias: Tensor | None, second_1: Tensor, second_2: Tensor
+) -> Tensor:
+    """The perceptron, through one buffer for the hidden features of as many tokens as it holds."""
+    y = x.new_empty(x.shape[0], 8 * second_1.shape[1])
+    width = 8 * first_1.shape[1]
+    parts = max(1, -(-x.shape[0] * width * x.element_size() // HIDDEN_BYTES))
+    step = max(1, -(-x.shape[0] // parts))
+    buffer = x.new_empty(step, width)
+    gelu = kernels(x, "gelu").gelu_forward
+    for part, out in zip(x.split(step), y.split(step), strict=True):
+        hidden = buffer[: len(part)]
+        products(part, first_1, first_2, hidden)
+        gelu(hidden, bias, hidden)
+        products(hidden, second_1, second_2, out)
+    return y
 
 
 @_mlp.register_fake

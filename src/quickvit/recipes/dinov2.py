@@ -69,6 +69,8 @@ SNAPSHOTS = "teachers"
 REFERENCE_BATCH = 1024
 # Images of a GPU in the paper, for ViT-L.
 GROUP = 64
+# The rate of stochastic depth above which DINOv2 leaves samples out of the computation.
+SUBSET = 0.1
 # Shares of the updates: 12,500, 37,500 and 1,250 of 125,000.
 WARMUP, TEMPERATURE_WARMUP, FROZEN = 0.1, 0.3, 0.01
 ViewsName = Literal["dinov2", "dinobloom"]
@@ -177,6 +179,9 @@ class Dinov2Config:
     """Largest norm of the gradient, of the backbone and of the head each (Quick ViTs)."""
     drop_path: float | None = None
     """Stochastic depth, the same in all blocks: 0.3 (Quick ViTs), 0 to 0.2 with the small preset."""
+    drop_path_subset: bool | None = None
+    """Compute residual branches for those samples alone that stochastic depth keeps, the same number each time; by
+    default above a rate of 0.1 (DINOv2), where that is faster."""
     prototypes: int | None = None
     """65,536 (Quick ViTs), fewer with the small preset; shared by class tokens and patches (DINOv2)."""
     head_layers: int = 3
@@ -261,6 +266,7 @@ def resolve(config: C, device: torch.device) -> C:
     return replace(
         config,
         **chosen,
+        drop_path_subset=_or(config.drop_path_subset, chosen["drop_path"] > SUBSET),
         local_size=_or(config.local_size, max(1, round(config.img_size * 96 / 224 / patch)) * patch),
         warmup_steps=_or(config.warmup_steps, round(WARMUP * steps)),
         temperature_steps=_or(config.temperature_steps, round(TEMPERATURE_WARMUP * steps)),
@@ -300,7 +306,14 @@ class Dinov2(Recipe):
         prototypes = given(config.prototypes)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            vit = build(config, 0, config.finetune, drop_path=given(config.drop_path), crops=True)
+            vit = build(
+                config,
+                0,
+                config.finetune,
+                drop_path=given(config.drop_path),
+                drop_path_subset=given(config.drop_path_subset),
+                crops=True,
+            )
             widths = {"hidden": config.head_hidden, "bottleneck": config.head_bottleneck}
             head = DinoHead(vit.embed_dim, prototypes, layers=config.head_layers, **widths).to(self.dtype)
         declare_preprocessing(vit, self.eval_transform())

@@ -10,6 +10,7 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from quickvit.layers import StandardBlock
 from quickvit.models import QuickVisionTransformer, ViT, create_model
 from quickvit.models.checkpoints import load_weights, read_checkpoint, restore, save_checkpoint, save_weights
 from quickvit.models.standard import standard_config
@@ -69,10 +70,12 @@ def create(
     classes: int,
     *,
     drop_path: float = 0.0,
+    drop_path_subset: bool = False,
     crops: bool = False,
 ) -> ViT:
     """A fresh model with stochastic depth of the same rate in all blocks.
 
+    drop_path_subset: branches are computed for the samples alone that are kept, see `QuickVisionTransformer`.
     crops: it takes images of any size, and a Quick ViT hides patches.
     """
     ablation = {
@@ -92,6 +95,7 @@ def create(
         options["patch_size"] = config.patch_size
     if config.model.startswith("quickvit_"):
         options |= {"drop_path_rate": drop_path, "uniform_drop_path": True, "mask_token": crops}
+        options["drop_path_subset"] = drop_path_subset
     elif ablation:
         raise ValueError(f"{', '.join(ablation)} is for Quick ViTs, {config.model} is none")
     try:
@@ -102,6 +106,8 @@ def create(
         # timm's own rises from block to block.
         for block in model.blocks:
             block.drop_path1, block.drop_path2 = DropPath(drop_path), DropPath(drop_path)
+            if isinstance(block, StandardBlock):
+                block.drop_path_subset = drop_path_subset
     return model
 
 

@@ -16,6 +16,8 @@ SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_head
 
 def encoder(name, **options):
     options = {**SMALL, "dynamic_img_size": True, **options}
+    if name == "baseline":
+        return CropEncoder(randomize(create_model("baseline_tiny_patch16_224", **options))).eval()
     if name == "timm":
         return CropEncoder(randomize(timm.create_model("vit_tiny_patch16_224", **options))).eval()
     return CropEncoder(randomize(QuickVisionTransformer(family=name, mask_token=True, **options))).eval()
@@ -27,7 +29,7 @@ def images():
     return torch.randn(3, 3, 16, 16, generator=generator), torch.randn(5, 3, 8, 8, generator=generator)
 
 
-@pytest.mark.parametrize("name", ["h8", "i8", "d8", "timm"])
+@pytest.mark.parametrize("name", ["h8", "i8", "d8", "timm", "baseline"])
 def test_each_batch_of_crops_is_what_the_model_makes_of_it(name, images):
     model = encoder(name, reg_tokens=2)
     found = model(images)
@@ -76,6 +78,30 @@ def test_a_backbone_needs_its_tokens():
 def test_any_baseline_will_do(images):
     model = CropEncoder(create_model("baseline_tiny_patch16_224", **SMALL, dynamic_img_size=True))
     assert [len(tokens) for tokens in model(images)] == [3, 5]
+
+
+@pytest.mark.parametrize("name", ["h8", "i8", "d8", "baseline"])
+def test_training_is_one_graph_whatever_was_drawn(name, images):
+    torch.compiler.reset()
+    model = encoder(name, drop_path_rate=0.4).train()
+    for block in model.vit.blocks:
+        block.drop_path_subset = True
+    mask = torch.zeros(3, 16, dtype=torch.bool)
+    seen = []
+
+    def record(graph, _):
+        seen.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=record)
+    for seed in range(3):
+        mask[:, seed] = True
+        torch.manual_seed(seed)
+        found = compiled(images, mask)
+        torch.manual_seed(seed)
+        for ours, plain in zip(found, model(images, mask), strict=True):
+            torch.testing.assert_close(ours, plain)
+    assert len(seen) == 1
 
 
 # ---------------------------------------------------------------------- heads

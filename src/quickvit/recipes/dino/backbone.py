@@ -8,13 +8,16 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from quickvit.layers import StandardBlock
+from quickvit.layers.packing import pack, unpack
 from quickvit.models import QuickVisionTransformer, ViT
 
 
 class CropEncoder(nn.Module):
     """Batches of crops [B, 3, H, W], each of its own size → their normalised tokens [B, prefix + patches, C].
 
-    A Quick ViT brings a token for hidden patches; a ViT of timm is given one here.
+    All go through the blocks in one packed pass, unless a ViT of timm has blocks of a rarer kind. A Quick ViT brings
+    a token for hidden patches; a ViT of timm is given one here.
     """
 
     def __init__(self, vit: ViT) -> None:
@@ -38,15 +41,21 @@ class CropEncoder(nn.Module):
         masks = [mask, *[None] * (len(crops) - 1)]
         if isinstance(self.vit, QuickVisionTransformer):
             return self.vit.forward_crops(crops, masks)
-        return [self._tokens(self.vit, images, hidden) for images, hidden in zip(crops, masks, strict=True)]
+        vit = self.vit
+        batches = [self._embed(vit, images, hidden) for images, hidden in zip(crops, masks, strict=True)]
+        if not all(isinstance(block, StandardBlock) for block in vit.blocks):
+            return [vit.norm(vit.blocks(x)) for x in batches]
+        x, shapes = pack(batches)
+        for block in vit.blocks:
+            x = block(x, shapes=shapes)
+        return unpack(vit.norm(x), shapes)
 
-    def _tokens(self, vit: VisionTransformer, images: Tensor, mask: Tensor | None) -> Tensor:
+    def _embed(self, vit: VisionTransformer, images: Tensor, mask: Tensor | None) -> Tensor:
         x = vit.patch_embed(images)
         if mask is not None:
             assert self.mask_token is not None
             x = torch.where(mask.view(*x.shape[:-1], 1), self.mask_token.to(x.dtype), x)
-        x = vit.norm_pre(vit.patch_drop(vit._pos_embed(x)))
-        tokens: Tensor = vit.norm(vit.blocks(x))
+        tokens: Tensor = vit.norm_pre(vit.patch_drop(vit._pos_embed(x)))
         return tokens
 
 

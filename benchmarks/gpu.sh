@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# The measurements of docs/performance.md and of the report on one GPU, in pieces, since compiling takes minutes.
+#
+#   benchmarks/gpu.sh OUT PREFIX PIECE…
+#
+# Writes OUT/PREFIX_PIECE.json, for example benchmarks/h200_model.json.
+set -euo pipefail
+out=$1 prefix=$2
+shift 2
+
+bench() {
+    local piece=$1
+    shift
+    python -m quickvit bench "$@" --out "$out/${prefix}_$piece.json"
+}
+
+graphs=(--compile reduce-overhead --repeats 7)
+for piece in "$@"; do
+    case $piece in
+        model) bench "$piece" model --sizes large huge --families d8 h8 i8 --views false "${graphs[@]}" ;;
+        giant) bench "$piece" model --sizes giant e --families d8 --views false "${graphs[@]}" ;;
+        22b) bench "$piece" model --sizes 22b --depth 2 --families d8 --views false "${graphs[@]}" ;;
+        train) bench "$piece" train --sizes large huge --families d8 h8 i8 "${graphs[@]}" ;;
+        train_giant) bench "$piece" train --sizes giant --families d8 "${graphs[@]}" ;;
+        dinov2) bench "$piece" train --recipe dinov2 --sizes large huge --patch 16 --families d8 h8 i8 --separate false "${graphs[@]}" ;;
+        packing) bench "$piece" train --recipe dinov2 --sizes large --families h8 "${graphs[@]}" ;;
+        memory) bench "$piece" memory --sizes large huge giant e --families d8 h8 i8 --compile none ;;
+        memory_22b) bench "$piece" memory --sizes 22b --depth 2 --families d8 --compile none ;;
+        operators) bench "$piece" ops --sizes large huge --repeats 5 ;;
+        linear) bench "$piece" linear --groups 8 16 ;;
+        gelu) bench "$piece" gelu ;;
+        *) echo "unknown piece $piece; see the list in $0" >&2; exit 2 ;;
+    esac
+done

@@ -1,0 +1,70 @@
+"""Stochastic depth: residual branches that random samples skip in training.
+
+Either a branch is computed for all samples and multiplied by 0 for those that skip it (`sample_scale`), or it is
+computed for the others alone (`draw_subset`), as DINOv2 does: always for the same number of samples, so that shapes
+stay, and so that what is skipped costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quickvit.layers.packing import Shapes
+
+
+def sample_scale(x: Tensor, drop_path: float, training: bool, shapes: Shapes | None = None) -> Tensor | None:
+    """One factor per sample of x [B, ...], 0 or 1/(1 − p); None where nothing is dropped.
+
+    For packed sequences (see `packing`) it is one factor per token, the same for all tokens of a sequence.
+    """
+    if not training or not drop_path:
+        return None
+    keep = 1 - drop_path
+    samples = x.shape[0] if shapes is None else sum(number for number, _ in shapes)
+    scale = torch.empty(samples, device=x.device, dtype=torch.float32).bernoulli_(keep) / keep
+    if shapes is None:
+        return scale
+    parts = zip(scale.split([number for number, _ in shapes]), shapes, strict=True)
+    return torch.cat([part.unsqueeze(1).expand(shape).flatten() for part, shape in parts])
+
+
+class Subset(NamedTuple):
+    """Samples that go through a branch: their rows of x, and by what the branch is multiplied there.
+
+    rows, scale [n], with rows of samples [B, N, C] or of tokens [T, C]; shapes: those of packed sequences.
+    """
+
+    rows: Tensor
+    scale: Tensor
+    shapes: Shapes | None
+
+    def of(self, x: Tensor) -> Tensor:
+        """The rows of x."""
+        return x.index_select(0, self.rows)
+
+    def add(self, x: Tensor, branch: Tensor) -> Tensor:
+        """x plus the branch of its rows, whose mean over all subsets is that of a branch of all samples."""
+        scaled = branch * self.scale.to(branch.dtype).view(-1, *[1] * (x.ndim - 1))
+        return x.index_add(0, self.rows, scaled.to(x.dtype))
+
+
+def draw_subset(x: Tensor, drop_path: float, shapes: Shapes | None = None) -> Subset:
+    """All samples of x [B, ...] but a share of `drop_path`, rounded down; of packed sequences, of each batch."""
+    batches = shapes or ((x.shape[0], 1),)
+    numbers = [number for number, _ in batches]
+    keys = torch.rand(sum(numbers), device=x.device).split(numbers)
+    # Sorted together, since that is one launch; whole numbers keep the batches apart.
+    order = torch.cat([key + i for i, key in enumerate(keys)]).argsort().split(numbers)
+    rows, scales, kept = [], [], []
+    sample = token = 0
+    for chosen, (number, length) in zip(order, batches, strict=True):
+        count = max(1, number - int(number * drop_path))
+        places = length * (chosen[:count].unsqueeze(1) - sample) + torch.arange(length, device=x.device)
+        rows.append((token + places).flatten())
+        scales.append(torch.full((count * length,), number / count, device=x.device, dtype=torch.float32))
+        kept.append((count, length))
+        sample, token = sample + number, token + number * length
+    return Subset(torch.cat(rows), torch.cat(scales), tuple(kept) if shapes else None)

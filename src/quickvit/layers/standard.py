@@ -1,0 +1,75 @@
+"""timm's transformer block, with what octic blocks have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from timm.layers import Attention
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quickvit.layers.depth import draw_subset, sample_scale
+from quickvit.layers.packing import Shapes, each
+
+
+class StandardBlock(Block):
+    """timm's block, which also takes packed sequences and computes branches of subsets.
+
+    drop_path_subset: stochastic depth leaves samples out of the computation, see `depth`.
+    """
+
+    drop_path_subset = False
+
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        shapes: Shapes | None = None,
+    ) -> Tensor:
+        """Apply the block; `shapes` are those of packed sequences, which take no mask."""
+        masked = attn_mask is not None or is_causal
+        if shapes is None and (masked or not (self.drop_path_subset and self.training)):
+            return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
+
+        def attention(y: Tensor, shapes: Shapes | None) -> Tensor:
+            return self.ls1(self._attend(self.norm1(y), shapes))
+
+        def mlp(y: Tensor, _: Shapes | None) -> Tensor:
+            return self.ls2(self.mlp(self.norm2(y)))
+
+        x = self._add(x, attention, self.drop_path1, shapes)
+        return self._add(x, mlp, self.drop_path2, shapes)
+
+    def _add(
+        self,
+        x: Tensor,
+        branch: Callable[[Tensor, Shapes | None], Tensor],
+        drop_path: nn.Module,
+        shapes: Shapes | None,
+    ) -> Tensor:
+        """x plus a branch of it, which some samples skip in training."""
+        rate = getattr(drop_path, "drop_prob", 0.0)
+        if self.training and rate and self.drop_path_subset:
+            kept = draw_subset(x, rate, shapes)
+            return kept.add(x, branch(kept.of(x), kept.shapes))
+        scale = sample_scale(x, rate, self.training, shapes)
+        y = branch(x, shapes)
+        return x + (y if scale is None else y * scale.to(y.dtype).unsqueeze(-1))
+
+    def _attend(self, x: Tensor, shapes: Shapes | None) -> Tensor:
+        """Attention, its products of all packed tokens at once."""
+        attn = self.attn
+        if shapes is None or type(attn) is not Attention or attn.gate is not None:
+            return each(attn, x, shapes)
+        dropout = attn.attn_drop.p if self.training else 0.0
+
+        def heads(qkv: Tensor) -> Tensor:
+            q, k, v = qkv.unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+            out = functional.scaled_dot_product_attention(
+                attn.q_norm(q), attn.k_norm(k), v, dropout_p=dropout
+            )
+            return out.transpose(1, 2).flatten(2)
+
+        return attn.proj_drop(attn.proj(attn.norm(each(heads, attn.qkv(x), shapes))))

@@ -1,0 +1,31 @@
+"""The scripts in benchmarks/ ask for what the commands have."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from quickvit.cli import parse
+
+SCRIPTS = Path(__file__).parent.parent / "benchmarks"
+PIECES = re.findall(r'^ +(\w+)\) bench "\$piece" (.*) ;;$', (SCRIPTS / "gpu.sh").read_text(), re.M)
+
+
+@pytest.mark.parametrize(("piece", "arguments"), PIECES, ids=[piece for piece, _ in PIECES])
+def test_measurements_can_be_asked_for(piece, arguments):
+    arguments = arguments.replace('"${graphs[@]}"', "--compile reduce-overhead --repeats 7")
+    parse(["bench", *shlex.split(arguments), "--out", f"{piece}.json"])
+
+
+def test_pieces_are_found():
+    assert {"model", "train", "memory", "dinov2"} <= {piece for piece, _ in PIECES}
+
+
+@pytest.mark.parametrize("protocol", ["hematology", "knn", "linear", "rotation", "segmentation"])
+def test_evaluations_can_be_asked_for(protocol):
+    script = (SCRIPTS / "study" / "frozen.sh").read_text()
+    options = dict(re.findall(r'^ +(cells|roads)=\("\$model" (.*)\)$', script, re.M))
+    chosen = options["roads" if protocol == "segmentation" else "cells"]
+    parse(["eval", protocol, "MODEL", *shlex.split(chosen.replace("$pbc", "A").replace("$camvid", "B"))])
+    assert f"eval {protocol}" in script or protocol in re.search(r"for protocol in (.*);", script)[1].split()
