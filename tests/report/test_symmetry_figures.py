@@ -61,8 +61,9 @@ def test_blocks_of_the_mirror_group():
     assert "2× fewer weights, 2× fewer products" in words(draw_blocks(OcticLinear(8, 8, group=D2)))
 
 
-def test_principal_filters_are_of_their_irrep(octic):
-    filters = principal_filters(octic)
+@pytest.mark.parametrize("weighed", [False, True])
+def test_principal_filters_are_of_their_irrep(octic, weighed):
+    filters = principal_filters(octic, torch.rand(3, 3, 32, 32) if weighed else None)
     assert list(filters) == ["A1", "A2", "B1", "B2", "E₁", "E₂"]
     for irrep in D8.irreps:
         names = [name for name in filters if name.rstrip("₁₂") == irrep.name]
@@ -73,6 +74,14 @@ def test_principal_filters_are_of_their_irrep(octic):
             torch.testing.assert_close(act_on_image(maps, D8.inverse(g)), expected)
     vectors = filters["A1"].flatten(1)
     torch.testing.assert_close(vectors @ vectors.T, torch.eye(len(vectors), dtype=torch.float64))
+
+
+def test_filters_are_weighed_by_what_there_is(octic):
+    """In images of one colour there is nothing else to respond to."""
+    plain = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1).expand(2, 3, 32, 32)
+    first = principal_filters(octic, plain)["A1"][0]
+    torch.testing.assert_close(first / first[0].mean(), plain[0, :, :8, :8].double())
+    assert not torch.allclose(principal_filters(octic)["A1"][0], first, rtol=0.1)
 
 
 def test_filters(octic):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from quickvit.group import D8, Layout, act_on_image
 from quickvit.models import QuickVisionTransformer
 from quickvit.report.exploration import symbol
+from quickvit.report.weights import principal_filters
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -244,46 +245,23 @@ def _draw_answers(axes: Axes, answers: Mapping[str, int], label: int) -> None:
 
 
 def _draw_filters(figure: Figure, model: nn.Module, images: Tensor) -> None:
-    """The strongest patch filters of each irrep."""
+    """What the patch filters of each irrep respond to most."""
+    assert isinstance(model, QuickVisionTransformer)
     _title(figure, (0.785, 0.485), "e", "Patch filters of h8", "what each irrep responds to most")
-    rows = _strongest_filters(model, images)
+    rows = principal_filters(model, images, SHOWN_FILTERS)
     grid = figure.add_gridspec(
         len(rows), SHOWN_FILTERS, left=0.785, right=0.96, top=0.455, bottom=0.035, wspace=0.1, hspace=0.1
     )
-    notes = ("r +   s +", "r +   s −", "r −   s +", "r −   s −", "r → E12   s −", "r → −E11   s +")
+    notes = ("r +   s +", "r +   s −", "r −   s +", "r −   s −", "r → E₂   s −", "r → −E₁   s +")
     for i, ((name, filters), note) in enumerate(zip(rows.items(), notes, strict=True)):
         for j, values in enumerate(filters):
             axes = figure.add_subplot(grid[i, j])
             limit = values.abs().max().item()
-            axes.imshow(values.numpy(), cmap=DIVERGING, vmin=-limit, vmax=limit)
+            axes.imshow(values[0].numpy(), cmap=DIVERGING, vmin=-limit, vmax=limit)
             axes.set(xticks=[], yticks=[])
             axes.spines[:].set_visible(False)
             if j == 0:
                 _label(axes, note, name)
-
-
-def _strongest_filters(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """The patterns [n, P, P] that each irrep of the lift responds to most.
-
-    K M^½, with M the mean of ppᵀ over all patches p in all poses, weighs what a filter looks for by how much of it
-    there is: enlarged images are smooth, and the rest of a filter stays as random as it began. Channels of one irrep
-    may be mixed at will, and the singular vectors are the mixture that orders them.
-    """
-    assert isinstance(model, QuickVisionTransformer)
-    size, layout = model.patch_size, Layout(model.embed_dim, model.group)
-    kernel = model.patch_embed.kernel().detach()[:, 0].flatten(1).double()
-    poses = torch.cat([act_on_image(images, g) for g in D8.elements]).double()
-    patches = nn.functional.unfold(poses, size, stride=size).mT.flatten(0, 1)
-    values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
-    responses = kernel @ vectors * values.clamp(min=0).sqrt() @ vectors.T
-    rows, mixing = {}, kernel
-    for block in layout.blocks:
-        # Both components of E take the mixture of the first, so that they stay a pair.
-        if block.component == 0:
-            mixing = torch.linalg.svd(responses[block.slice], full_matrices=False).U.T[:SHOWN_FILTERS]
-        name = block.irrep.name if block.irrep.dim == 1 else f"{block.irrep.name}1{block.component + 1}"
-        rows[name] = (mixing @ responses[block.slice]).unflatten(1, (size, size))
-    return rows
 
 
 # ---------------------------------------------------------------------- words

@@ -60,7 +60,7 @@ class Exploration:
     copies: the copies of irreps whose features are kept.
     features: one map [N, 8, component, H, W] for each copy: what the octic model computes on the turned images.
     answers: of the octic model and of the baseline.
-    filters: the principal components of the octic model's patch filters, if its lift is octic.
+    filters: what the octic model's patch filters respond to most in the images, if its lift is octic.
     chosen: by what rule the images were. credit: whose they are. source: of one that was read from a file.
     """
 
@@ -156,7 +156,9 @@ def explore(
             Answers(model_name(octic), torch.stack(probabilities)),
             Answers(model_name(baseline), torch.stack(baseline_probabilities)),
         ),
-        filters=principal_filters(octic) if isinstance(octic.patch_embed, OcticLift) else {},
+        filters=principal_filters(octic, _seen(octic, images))
+        if isinstance(octic.patch_embed, OcticLift)
+        else {},
     )
 
 
@@ -201,6 +203,11 @@ def _poses(model: nn.Module, image: Image.Image) -> Tensor:
         )
     device = next(model.parameters()).device
     return torch.stack([act_on_image(pixels, g) for g in POSES]).to(device)
+
+
+def _seen(model: nn.Module, images: Sequence[Image.Image]) -> Tensor:
+    """Images as a model sees them, [N, 3, S, S]."""
+    return torch.stack([preprocessing(model)(image) for image in images])
 
 
 def _ask(model: nn.Module, images: Tensor) -> Tensor:

@@ -41,9 +41,9 @@ def filters(results: Results) -> Drawing:
         "filters",
         "Patch filters by irrep",
         "The first principal components of the patch filters of a trained "
-        f"{found.answers[0].model if found else 'octic model'}. Those of A1 do not change when they are turned or "
-        "mirrored, those of A2, B1 and B2 at most change their sign, and those of E turn into each other (the "
-        "paper's fig:filters-comparison).",
+        f"{found.answers[0].model if found else 'octic model'}, of what they respond to in the images below. Those "
+        "of A1 do not change when they are turned or mirrored, those of A2, B1 and B2 at most change their sign, "
+        "and those of E turn into each other (the paper's fig:filters-comparison).",
         (draw_filters(found.filters),) if found and found.filters else (),
         () if found and found.filters else EXPLORE,
         wide=True,

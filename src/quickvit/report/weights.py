@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import unfold
 
-from quickvit.group import Irrep, isotypic_to_regular
+from quickvit.group import Irrep, act_on_image, isotypic_to_regular
 from quickvit.layers import OcticLift, OcticLinear
 from quickvit.models import QuickVisionTransformer
 
@@ -25,11 +26,16 @@ def dense_weight(layer: OcticLinear, *, regular: bool = False) -> Tensor:
     return isotypic_to_regular(isotypic_to_regular(weight, group).T, group).T
 
 
-def principal_filters(model: QuickVisionTransformer, count: int = COMPONENTS) -> dict[str, Tensor]:
+def principal_filters(
+    model: QuickVisionTransformer, images: Tensor | None = None, count: int = COMPONENTS
+) -> dict[str, Tensor]:
     """The first principal components [n, in, P, P] of the filters of each irrep; those of E₁ and E₂ are pairs.
 
     Channels of one irrep may be mixed at will without harm to the symmetry, so their components are of its type too.
     A filter is as good as its negative, so there is no mean to subtract.
+
+    images [N, in, H, W] weigh what a filter looks for by how much of it there is in them. Images are smooth, and the
+    rest of a filter stays almost as random as it began.
     """
     lift = model.patch_embed
     if not isinstance(lift, OcticLift):
@@ -37,6 +43,9 @@ def principal_filters(model: QuickVisionTransformer, count: int = COMPONENTS) ->
             "filters come by irrep only where the lift is octic; this model was made with lift='free'"
         )
     kernel = lift.kernel().detach().double().cpu()
+    if images is not None:
+        poses = torch.cat([act_on_image(images, g) for g in lift.layout.group.elements])
+        kernel = _weighed(kernel, poses.double().cpu())
     found: dict[str, Tensor] = {}
     for irrep in lift.layout.group.irreps:
         blocks = [block for block in lift.layout.blocks if block.irrep == irrep]
@@ -46,6 +55,15 @@ def principal_filters(model: QuickVisionTransformer, count: int = COMPONENTS) ->
         for component, parts in enumerate(directions.unflatten(1, filters.shape[1:]).unbind(1)):
             found[component_name(irrep, component)] = parts
     return found
+
+
+def _weighed(kernel: Tensor, images: Tensor) -> Tensor:
+    """K M^½, with M the mean of ppᵀ over all patches p of the images."""
+    size = kernel.shape[-1]
+    patches = unfold(images, size, stride=size).mT.flatten(0, 1)
+    values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    return (kernel.flatten(1) @ root).view_as(kernel)
 
 
 def component_name(irrep: Irrep, component: int) -> str:
