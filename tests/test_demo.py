@@ -21,7 +21,7 @@ from quickvit.demo import (
     shift,
     transform,
 )
-from quickvit.report import demo_figure
+from quickvit.report.weights import principal_filters
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -189,13 +189,13 @@ def test_missing_extra_is_named(monkeypatch, tmp_path, module, package):
 
 def test_shown_filters_have_the_symmetry_of_their_irrep():
     torch.manual_seed(0)
-    rows = demo_figure._strongest_filters(create_model("h8", SHORT), load_digits(SHORT).test_images)
-    assert list(rows) == ["A1", "A2", "B1", "B2", "E11", "E12"]
+    rows = principal_filters(create_model("h8", SHORT), load_digits(SHORT).test_images, 3)
+    assert list(rows) == ["A1", "A2", "B1", "B2", "E₁", "E₂"]
     r, s = D8.elements[1], D8.elements[4]
     for name, turned, mirrored in (("A1", 1, 1), ("A2", 1, -1), ("B1", -1, 1), ("B2", -1, -1)):
         torch.testing.assert_close(act_on_image(rows[name], r), turned * rows[name])
         torch.testing.assert_close(act_on_image(rows[name], s), mirrored * rows[name])
-    torch.testing.assert_close(act_on_image(rows["E11"], r), rows["E12"])
-    torch.testing.assert_close(act_on_image(rows["E12"], r), -rows["E11"])
-    torch.testing.assert_close(act_on_image(rows["E11"], s), -rows["E11"])
-    torch.testing.assert_close(act_on_image(rows["E12"], s), rows["E12"])
+    torch.testing.assert_close(act_on_image(rows["E₁"], r), rows["E₂"])
+    torch.testing.assert_close(act_on_image(rows["E₂"], r), -rows["E₁"])
+    torch.testing.assert_close(act_on_image(rows["E₁"], s), -rows["E₁"])
+    torch.testing.assert_close(act_on_image(rows["E₂"], s), rows["E₂"])
