@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
@@ -32,11 +34,9 @@ def explore(arguments: Namespace) -> int:
     device = choose_device(arguments.device)
     model, baseline = (load_model(name).to(device) for name in (arguments.model, arguments.baseline))
     source = open_source(arguments.data, arguments.split)
-    pool = _pool(source, arguments.images)
-    samples = _diverse(pool, arguments.images)
-    rest = [sample for sample in pool if all(sample is not other for other in samples)]
-    turned = list(islice(_changing(baseline, rest), arguments.changing))
-    samples += turned
+    pool = _classes_in_turn(_pool(source, arguments.images))
+    turned = list(islice(_changing(baseline, pool[arguments.images :]), arguments.changing))
+    samples = pool[: arguments.images] + turned
     exploration = explore_images(
         model,
         baseline,
@@ -46,9 +46,13 @@ def explore(arguments: Namespace) -> int:
         channels=arguments.channels,
         progress=True,
     )
-    exploration = replace(
-        exploration, chosen=_rule(pool, turned, model_name(baseline)), credit=arguments.credit
-    )
+    first = arguments.images
+    chosen = f"Shown are the first {first} of {len(pool)} images at even distances, from the classes in turn"
+    if turned:
+        chosen += (
+            f", and the next {len(turned)} that the {model_name(baseline)} answers differently when turned"
+        )
+    exploration = replace(exploration, chosen=f"{chosen}.", credit=arguments.credit)
     page = explorer_page(exploration)
     out = Path(arguments.out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -61,12 +65,15 @@ def explore(arguments: Namespace) -> int:
 
 
 def _pool(source: Source, images: int) -> list[Sample]:
-    """Samples at even distances, more than are asked for; those that cannot be read are passed over."""
+    """Samples at even distances, more than are asked for, and those of the largest distances first.
+
+    What cannot be read is passed over.
+    """
     if not 1 <= images <= len(source):
         raise ValueError(f"--images must be from 1 to the {len(source)} of {source.name}, got {images}")
     count = min(POOL * images, len(source))
     pool = []
-    for number in range(count):
+    for number in (number for first in range(POOL) for number in range(first, count, POOL)):
         try:
             pool.append(source.read(number * len(source) // count))
         except Unreadable:
@@ -76,16 +83,14 @@ def _pool(source: Source, images: int) -> list[Sample]:
     return pool
 
 
-def _diverse(pool: Sequence[Sample], count: int) -> list[Sample]:
-    """The first sample of each class, or of some classes at even distances; then the first others."""
-    firsts: dict[int, Sample] = {}
-    for sample in pool:
-        firsts.setdefault(sample.target, sample)
-    found = list(firsts.values())
-    if len(found) >= count:
-        return [found[number * len(found) // count] for number in range(count)]
-    others = (sample for sample in pool if sample is not firsts[sample.target])
-    return [*found, *islice(others, count - len(found))]
+def _classes_in_turn(samples: Iterable[Sample]) -> list[Sample]:
+    """The first sample of each class, then the second of each, and so on."""
+    seen: Counter[int] = Counter()
+    rounds = []
+    for sample in samples:
+        rounds.append((seen[sample.target], sample))
+        seen[sample.target] += 1
+    return [sample for _, sample in sorted(rounds, key=itemgetter(0))]
 
 
 def _changing(baseline: nn.Module, samples: Iterable[Sample]) -> Iterator[Sample]:
@@ -94,14 +99,6 @@ def _changing(baseline: nn.Module, samples: Iterable[Sample]) -> Iterator[Sample
         labels = ask_in_poses(baseline, sample.image).argmax(-1)
         if (labels != labels[0]).any():
             yield sample
-
-
-def _rule(pool: Sized, turned: Sized, baseline: str) -> str:
-    """How the images were chosen, in words."""
-    words = f"Images: first of different classes, among {len(pool)} at even distances"
-    if turned:
-        words += f"; then the first {len(turned)} others that the {baseline} answers differently when they are turned"
-    return f"{words}."
 
 
 def _add_explore(parser: ArgumentParser) -> None:
