@@ -46,7 +46,7 @@ def explorer_fragment(exploration: Exploration) -> str:
 
 def explorer_page(exploration: Exploration) -> str:
     """A page with nothing but the explorer."""
-    title = "Turn an image, watch what a model sees"
+    title = "Turn an image, watch a model"
     body = f"<header>\n<h1>{title}</h1>\n</header>\n<main>\n{explorer_fragment(exploration)}\n</main>"
     return document("Quick ViT explorer", body)
 
