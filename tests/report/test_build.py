@@ -83,6 +83,10 @@ def test_committed_benchmarks_are_shown():
     files = report_files(read_results(COMMITTED))
     assert "NVIDIA H200" in files["tables/forward-speed.md"]
     assert "h200_model.json" in files["index.html"]
+    assert 'id="explorer"' in files["index.html"]
+    assert "CC BY 4.0" in files["index.html"]
+    (exploration,) = (COMMITTED / "explorer").iterdir()
+    assert exploration.stat().st_size < 600_000
 
 
 def test_a_result_that_is_gone_leaves_a_gap(bench, add_run, tmp_path):
