@@ -122,7 +122,7 @@ def test_repeated_augmentation_takes_the_samples_of_timm(monkeypatch):
     loader = train_loader(Numbers(count), batch_size=batch_size, repeats=3)
     order = loader._steps.order
     order(5, 0)
-    monkeypatch.setattr(torch, "randperm", lambda *_, **__: order._order)
+    monkeypatch.setattr(torch, "randperm", lambda *_, **__: torch.from_numpy(order._order))
     ranks = [list(RepeatAugSampler(range(count), world_size, rank)) for rank in range(world_size)]
     each = batch_size // world_size
     assert len(ranks[0]) == loader.steps_per_epoch * each

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -223,13 +226,14 @@ class _Order:
     images: int
     repeats: int
     _epoch: int = -1
-    _order: Tensor = field(default_factory=lambda: torch.empty(0))
+    _order: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __call__(self, epoch: int, place: int) -> tuple[int, int]:
         """The sample at a place of an epoch, and how many times the epoch had it before."""
         if epoch != self._epoch:
             passes = range(-(-self.images // (self.samples * self.repeats)))
-            self._order = torch.cat([self._shuffled(epoch, number) for number in passes])
+            # An array gives single numbers faster than a tensor does.
+            self._order = torch.cat([self._shuffled(epoch, number) for number in passes]).numpy()
             self._epoch = epoch
         number, inside = divmod(place, self.samples * self.repeats)
         sample = self._order[number * self.samples + inside // self.repeats]
@@ -259,13 +263,12 @@ class _Steps(Dataset[_Loaded]):
         places_apart = sorted(places, key=lambda place: place % self.order.repeats)
         samples: list[Loaded] = []
         unreadable: list[tuple[str, str]] = []
+        make = _first_step(self.transform)
         for place in places_apart[self.part]:
             index, view = self.order(epoch, place)
             seed = derived_seed(self.seed, epoch, index, view)
             others = (derived_seed(seed, "replacement", i) % len(self.source) for i in range(REPLACEMENTS))
-            candidates = (
-                _read(self.source, self.transform, i, seed, unreadable) for i in chain([index], others)
-            )
+            candidates = (_read(self.source, make, i, seed, unreadable) for i in chain([index], others))
             sample = next((found for found in candidates if found is not None), None)
             if sample is None:
                 return _Loaded(None, unreadable)
@@ -290,25 +293,33 @@ class _Parts(Dataset[_Loaded]):
         unreadable: list[tuple[str, str]] = []
         indices = self.part[number * self.batch_size : (number + 1) * self.batch_size]
         seeds = (derived_seed(self.seed, index) for index in indices)
+        make = _first_step(self.transform)
         samples = [
             sample
             for index, seed in zip(indices, seeds, strict=True)
-            if (sample := _read(self.source, self.transform, index, seed, unreadable)) is not None
+            if (sample := _read(self.source, make, index, seed, unreadable)) is not None
         ]
         return _Loaded(_collate(samples) if samples else None, unreadable)
 
 
+def _first_step(transform: AnyTransform) -> Callable[[Image.Image, int], Any]:
+    """What workers do of a transform: bytes are a quarter of the traffic between processes."""
+    return transform.pixels if isinstance(transform, TwoSteps) else transform
+
+
 def _read(
-    source: Source, transform: AnyTransform, index: int, seed: int, unreadable: list[tuple[str, str]]
+    source: Source,
+    make: Callable[[Image.Image, int], Any],
+    index: int,
+    seed: int,
+    unreadable: list[tuple[str, str]],
 ) -> Loaded | None:
-    """What the transform makes of a sample; or nothing, and why."""
+    """What a transform makes of a sample; or nothing, and why."""
     try:
         image, target = source.read(index)
     except Unreadable as error:
         unreadable.append((error.path, error.reason))
         return None
-    # Bytes are a quarter of the traffic between processes.
-    make = transform.pixels if isinstance(transform, TwoSteps) else transform
     return Loaded(make(image, seed), target, index)
 
 

@@ -10,7 +10,6 @@ from functools import cached_property
 from random import Random
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from PIL import Image
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -236,4 +235,6 @@ def to_bytes(image: Image.Image, changes: Sequence[Change], later: bool) -> Tens
 
 def to_tensor(image: Image.Image) -> Tensor:
     """An RGB image as bytes [3, H, W]."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    # Twice as fast for small images as by way of NumPy's array interface.
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
