@@ -173,6 +173,11 @@ def test_the_performance_page_says_what_was_measured():
             assert f"| {operator} | {' | '.join(cells)} |" in text
 
 
+def test_the_results_are_those_of_the_files():
+    written = runpy.run_path(str(ROOT / "docs/results.py"))
+    assert written["page"](written["read_results"](ROOT / "benchmarks")) == written["PAGE"].read_text()
+
+
 def test_the_figures_are_what_the_code_draws():
     drawn = Path("figures")
     drawn.mkdir()

@@ -1,4 +1,4 @@
-"""What was measured, read from JSON: benchmarks, training runs of the studies, an exploration.
+"""What was measured, read from JSON: benchmarks, training runs of the studies, evaluations, an exploration.
 
 The files are not trusted: whatever is used of them is checked here, once, and a mistake is told with its file.
 """
@@ -19,6 +19,7 @@ from quickvit.report.sample import Sample
 
 UPRIGHT, QUARTER, SLANTED = "upright", "random quarter turn", "45°"
 TEXTS = ("case", "name", "dtype", "failure")
+METRICS = ("accuracy", "weighted_f1", "balanced_accuracy", "mean_iou", "pixel_accuracy")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,22 @@ class Run:
         return None if there is None or upright is None else there - upright
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What `quickvit eval … --json` said of a frozen model.
+
+    label: of the model, from the name of the file, DATA-LABEL-PROTOCOL.json. answers: per cent, by classifier and
+    metric. scores: per cent, by pose and classifier.
+    """
+
+    label: str
+    dataset: str
+    protocol: str
+    answers: Mapping[str, Mapping[str, float]]
+    scores: Mapping[str, Mapping[str, float]]
+    source: Source
+
+
 Metric = Callable[[Run], float | None]
 
 
@@ -79,6 +96,7 @@ class Results:
 
     measurements: tuple[Measurement, ...] = ()
     runs: tuple[Run, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
     exploration: Exploration | None = None
 
     def measured(self, *benchmarks: str) -> Iterator[tuple[Measurement, Row]]:
@@ -111,6 +129,7 @@ def read_results(
     """The records in `bench`, the runs in the folders of `runs`, and the exploration in the file `explored`.
 
     Runs are in `bench`/results by default, and the exploration is the file in `bench`/explorer, where they are there.
+    Evaluations are in `bench`/frozen.
     """
     bench = _folder(Path(bench), "benchmarks")
     runs = bench / "results" if runs is None else _folder(Path(runs), "results")
@@ -125,7 +144,10 @@ def read_results(
                 f"in {trained[key].source.file}; remove one of them"
             )
         trained[key] = run
-    return Results(measurements, tuple(trained.values()), _exploration(bench, explored))
+    evaluations = tuple(
+        _frozen(open_entry(file, bench)) for file in sorted((bench / "frozen").glob("*.json"))
+    )
+    return Results(measurements, tuple(trained.values()), evaluations, _exploration(bench, explored))
 
 
 def _exploration(bench: Path, chosen: str | Path | None) -> Exploration | None:
@@ -180,14 +202,32 @@ def _run(record: Entry) -> Run:
         memory_mib=training.number("memory_mib"),
         curve=tuple(_evaluation(entry) for entry in record.entries("curve")),
         scores={entry.text("pose"): _scores(entry) for entry in record.entries("poses")},
-        answers={
-            name: {
-                metric: 100 * value for metric, value in record.entry("answers").entry(name).numbers().items()
-            }
-            for name in record.entry("answers").values
-        },
+        answers=_answers(record.entry("answers")),
         source=read_source(record.entry("provenance")),
     )
+
+
+def _frozen(record: Entry) -> Evaluation:
+    return Evaluation(
+        label="-".join(record.file.stem.split("-")[1:-1]) or record.file.stem,
+        dataset=Path(record.text("data")).name,
+        protocol=record.text("protocol"),
+        answers=_answers(record.entry("answers")),
+        scores={entry.text("pose"): _scores(entry) for entry in record.entries("rows")},
+        source=read_source(record),
+    )
+
+
+def _answers(entry: Entry) -> dict[str, dict[str, float]]:
+    """Shares, by classifier and metric, as per cent."""
+    return {
+        name: {
+            metric: 100 * value
+            for metric in METRICS
+            if (value := entry.entry(name).number(metric)) is not None
+        }
+        for name in entry.values
+    }
 
 
 def _evaluation(entry: Entry) -> tuple[float, dict[str, float]]:
