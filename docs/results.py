@@ -15,9 +15,9 @@ PAGE = Path(__file__).parent / "results.md"
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 HEAD = """# Results
 
-Written by `python docs/results.py` from the files in `benchmarks/`: no number here was typed in, but for the paper's.
-"not run" is said with the command that would run it. [The report](report.md) has the same tables beside figures and the
-paper's claims; [performance](performance.md) says where the time goes.
+Written by `python docs/results.py` from the files in `benchmarks/`: no number here was typed in, but for the
+paper's. "not run" is said with the command that would run it. [The report](report.md) has the same tables beside
+figures and the paper's claims; [performance](performance.md) says where the time goes.
 """
 
 

@@ -143,6 +143,8 @@ class Deit3Config:
     """α of CutMix (Quick ViTs); one of the two on every batch, with equal odds."""
     mixing_group: int | None = None
     """So many images share a draw of mixup or CutMix, as many as a GPU has in DeiT III."""
+    min_crop: float = 0.08
+    """Smallest area of a random crop, relative to the image's (DeiT III); short runs on small images want more."""
     color_jitter: float = 0.3
     """Strength of colour jitter (Quick ViTs)."""
     three_augment: bool = True
@@ -263,6 +265,7 @@ class Deit3(Recipe):
             cache(source) if config.cache else source,
             deit3_transform(
                 config.img_size,
+                scale=(config.min_crop, 1.0),
                 color_jitter=config.color_jitter,
                 three_augment=config.three_augment,
                 on_device=config.colors == "device",
