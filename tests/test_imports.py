@@ -20,6 +20,7 @@ RANKS = {
     "layers": 2,
     "models": 3,
     "": 4,
+    "provenance": 4,
     "testing": 4,
     "data": 5,
     "train": 5,

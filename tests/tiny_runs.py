@@ -21,7 +21,7 @@ from quickvit.recipes import RECIPES, Deit3Config, Dinov2Config
 from quickvit.train import EXIT_REQUEUE, RunConfig, checkpoint, read_metrics
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["quickvit.recipes", "quickvit.bench.record"])
+processes.set_forkserver_preload(["quickvit.recipes", "quickvit.provenance"])
 torch.set_num_threads(1)
 
 CLASSES, IMAGES = 3, 14

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from quickvit.bench.flops import count
-from quickvit.bench.record import write
 from quickvit.cli.build import load_model
 from quickvit.layers import INVARIANTS
+from quickvit.provenance import write
 from quickvit.train import read_metrics
 
 QUICKVIT = (sys.executable, "-m", "quickvit")

@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 import quickvit
 from quickvit import D8, act_on_image
 from quickvit.bench.flops import count
-from quickvit.bench.record import surroundings, write
 from quickvit.bench.timing import threads
 from quickvit.data import Batch
+from quickvit.provenance import surroundings, write
 from quickvit.report.demo_figure import draw_demo
 from quickvit.train import Recipe, RunConfig, Trainer, World, build_optimizer, parameter_groups
 

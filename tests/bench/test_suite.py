@@ -17,11 +17,11 @@ from quickvit.bench.layers import EightBlocks
 from quickvit.bench.memory import LiveStorages, build_and_weigh
 from quickvit.bench.models import VIEWS, EightViews
 from quickvit.bench.operators import operators
-from quickvit.bench.record import commit, hardware, versions
 from quickvit.bench.table import table
 from quickvit.bench.timing import Settings
 from quickvit.bench.work import Ceilings, Shape
 from quickvit.group import D8
+from quickvit.provenance import hardware, versions
 from quickvit.recipes import Dinov2
 from quickvit.recipes.dino.backbone import CropEncoder
 from quickvit.recipes.dinov2 import IMAGENET
@@ -356,8 +356,3 @@ def test_record():
     assert record["versions"] == versions()
     assert {"python", "torch", "triton", "timm", "quickvit"} <= set(record["versions"])
     assert record["command"] == "quickvit bench linear"
-
-
-def test_a_package_outside_a_checkout_has_no_commit(monkeypatch, tmp_path):
-    monkeypatch.setattr(quickvit, "__file__", str(tmp_path / "__init__.py"))
-    assert commit() is None

@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 
+from quickvit.bench.dinov2 import bench_dinov2
 from quickvit.bench.feeding import bench_feeding
 from quickvit.bench.layers import bench_gelu, bench_linear, count_flops
 from quickvit.bench.models import bench_blocks, bench_memory, bench_models, bench_training
 from quickvit.bench.operators import bench_operators
-from quickvit.bench.record import surroundings
 from quickvit.bench.table import SPEED, Row
 from quickvit.bench.timing import Settings, measure_ceilings, threads
 from quickvit.bench.work import Ceilings, Shape
 from quickvit.data import cache, open_source
 from quickvit.group import D8, DihedralGroup
+from quickvit.provenance import surroundings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECIPES = ("deit3", "dinov2")
@@ -122,9 +123,6 @@ def _train(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row
         source = cache(source) if request.cache else source
         return bench_feeding(settings, request.shapes(), families, source, request.workers)
     if request.recipe == "dinov2":
-        # It imports the recipe, which imports this room's records.
-        from quickvit.bench.dinov2 import bench_dinov2
-
         return bench_dinov2(settings, ceilings, request.shapes(), families, **request.of_dinov2)
     return bench_training(settings, ceilings, request.shapes(), families)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from quickvit.bench.record import surroundings
 from quickvit.cli.arguments import PRECISIONS, add_data, add_model, add_poses
 from quickvit.cli.build import choose_device, load_named
 from quickvit.cli.command import Command
 from quickvit.cli.output import NOTHING, print_json, print_table
 from quickvit.data import open_source, preprocessing
 from quickvit.evaluate import AccuracyReport, Pose, measure_accuracy
+from quickvit.provenance import surroundings
 from quickvit.train.distributed import connected
 
 RANDOM = {"random": "any", "random90": "quarter"}

@@ -7,7 +7,6 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from quickvit.bench import suite
-from quickvit.bench.record import write
 from quickvit.bench.table import table
 from quickvit.bench.timing import COMPILE, measure_ceilings
 from quickvit.bench.tune import Tuned, require_gpu
@@ -16,6 +15,7 @@ from quickvit.cli.build import choose_device
 from quickvit.cli.command import Command, Parser
 from quickvit.cli.output import NOTHING, print_json, print_table
 from quickvit.ops.tiles import store
+from quickvit.provenance import write
 
 SIZED = ("block", "model", "train", "memory", "ops")
 WHOLE = ("model", "train", "memory")

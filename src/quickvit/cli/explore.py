@@ -13,11 +13,11 @@ from jsonargparse import ArgumentParser, Namespace
 from torch import nn
 from tqdm import tqdm
 
-from quickvit.bench.record import surroundings
 from quickvit.cli.arguments import add_data
 from quickvit.cli.build import choose_device, load_model
 from quickvit.cli.command import Command
 from quickvit.data import Sample, Source, Unreadable, open_source
+from quickvit.provenance import surroundings
 from quickvit.report.exploration import ask_in_poses, model_name
 from quickvit.report.exploration import explore as explore_images
 from quickvit.report.exploration_file import save_exploration

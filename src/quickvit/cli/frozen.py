@@ -12,7 +12,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
-from quickvit.bench.record import surroundings
 from quickvit.cli.arguments import PRECISIONS, add_model
 from quickvit.cli.build import choose_device, load_named
 from quickvit.data import EvalTransform, Source
@@ -41,6 +40,7 @@ from quickvit.evaluate.segmentation import (
     load_segmentation,
     squeezed,
 )
+from quickvit.provenance import surroundings
 from quickvit.train.distributed import World, connected
 
 Fitted = TypeVar("Fitted")

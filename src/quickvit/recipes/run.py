@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from quickvit.bench.record import surroundings, write
+from quickvit.provenance import surroundings, write
 from quickvit.recipes.config import as_plain
 from quickvit.train import Outcome, Recipe, RunConfig, Trainer, connected
 

@@ -31,7 +31,7 @@ TOLERANCE = 0.05
 
 
 def save_exploration(exploration: Exploration, path: str | Path, provenance: Mapping[str, Any]) -> None:
-    """Write an exploration as JSON; `provenance` is what `quickvit.bench.record.surroundings` says of its making."""
+    """Write an exploration as JSON; `provenance` is what `quickvit.provenance.surroundings` says of its making."""
     answers = torch.stack([answers.probabilities for answers in exploration.answers], dim=1)
     record = {
         "models": [answers.model for answers in exploration.answers],

@@ -1,4 +1,4 @@
-"""On what a benchmark ran: hardware, versions, commit, command."""
+"""On what something ran: hardware, versions, commit, command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import quickvit
 
 
 def surroundings(device: torch.device, command: str) -> dict[str, Any]:
-    """Everything beside the numbers that a record of a benchmark needs."""
+    """Everything beside its numbers that a record needs."""
     return {
         "hardware": hardware(device),
         "versions": versions(),

@@ -1,0 +1,9 @@
+"""What a record says of its surroundings."""
+
+import quickvit
+from quickvit.provenance import commit
+
+
+def test_a_package_outside_a_checkout_has_no_commit(monkeypatch, tmp_path):
+    monkeypatch.setattr(quickvit, "__file__", str(tmp_path / "__init__.py"))
+    assert commit() is None
