@@ -25,8 +25,10 @@ from quickvit.report.tables.studies import (
 TABLES: dict[str, tuple[Callable[[Results], Table], ...]] = {
     "Compute": (compute_scaling, paper_models, dihedral_groups),
     "Speed and memory": (forward_speed, memory, training_speed, linear_layers, gelu),
-    "Accuracy": (classification, recipe, slanted, frozen_features, hematology),
-    "Every protocol": (image_labels, masks, turned_answers),
+    "Accuracy": (
+        *(classification, recipe, slanted, frozen_features, hematology),
+        *(image_labels, masks, turned_answers),
+    ),
     "Ablations": (invariants, lift, depth, initialisation, norm),
 }
 
