@@ -44,6 +44,12 @@ def test_changes_are_those_of_the_poses(bench, add):
     )
 
 
+def test_how_a_model_was_trained_is_told(bench, add):
+    add("pbc-i8-knn", protocol="knn", trained_by="quickvit train deit3", answers={"1-NN": {"accuracy": 0.5}})
+    (source,) = image_labels(read_results(bench)).sources
+    assert source.command == "quickvit train deit3 && quickvit eval"
+
+
 def test_gaps_are_told(bench):
     for table in (image_labels, masks, turned_answers):
         found = table(read_results(bench))

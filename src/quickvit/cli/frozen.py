@@ -41,6 +41,7 @@ from quickvit.evaluate.segmentation import (
     squeezed,
 )
 from quickvit.provenance import surroundings
+from quickvit.recipes.run import trained_by
 from quickvit.train.distributed import World, connected
 
 Fitted = TypeVar("Fitted")
@@ -75,6 +76,7 @@ class Frozen:
         return {
             **{name: arguments[name] for name in names if name in arguments},
             **surroundings(self.world.device, arguments.command_line),
+            "trained_by": trained_by(arguments.model),
             "img_size": self.backbone.img_size,
             "dtype": str(self.backbone.dtype).removeprefix("torch."),
         }

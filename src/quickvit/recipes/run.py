@@ -60,3 +60,13 @@ def _note_start(config: Config, device: torch.device, command: str) -> None:
         write(plain, config.out / CONFIG)
     with (config.out / STARTS).open("a", encoding="utf-8") as file:
         file.write(json.dumps({**surroundings(device, command), "config": plain}) + "\n")
+
+
+def trained_by(path: str | Path) -> str | None:
+    """The command that a run folder was last started with; None where nothing says it."""
+    try:
+        start = json.loads((Path(path) / STARTS).read_text(encoding="utf-8").splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return None
+    command = start.get("command") if isinstance(start, dict) else None
+    return command if isinstance(command, str) else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,13 +208,16 @@ def _run(record: Entry) -> Run:
 
 
 def _frozen(record: Entry) -> Evaluation:
+    source, training = read_source(record), record.text("trained_by", None)
+    if training is not None:
+        source = replace(source, command=f"{training} && {source.command}")
     return Evaluation(
         label="-".join(record.file.stem.split("-")[1:-1]) or record.file.stem,
         dataset=Path(record.text("data")).name,
         protocol=record.text("protocol"),
         answers=_answers(record.entry("answers")),
         scores={entry.text("pose"): _scores(entry) for entry in record.entries("rows")},
-        source=read_source(record),
+        source=source,
     )
 
 
