@@ -13,7 +13,7 @@ LARGEST = 1e300
 
 @dataclass(frozen=True)
 class Source:
-    """Where numbers come from; `gpu` says whether the hardware is one."""
+    """Where numbers come from; `gpu` says whether the hardware is one. remark: what else must be known of them."""
 
     file: str
     hardware: str
@@ -21,6 +21,7 @@ class Source:
     date: str
     command: str
     commit: str
+    remark: str = ""
 
 
 @dataclass(frozen=True)
