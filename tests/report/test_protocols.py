@@ -5,7 +5,7 @@ import json
 import pytest
 
 from quickvit.report.results import read_results
-from quickvit.report.table import NOT_RUN
+from quickvit.report.table import NOT_RUN, markdown
 from quickvit.report.tables.protocols import image_labels, masks, turned_answers
 
 
@@ -48,6 +48,11 @@ def test_how_a_model_was_trained_is_told(bench, add):
     add("pbc-i8-knn", protocol="knn", trained_by="quickvit train deit3", answers={"1-NN": {"accuracy": 0.5}})
     (source,) = image_labels(read_results(bench)).sources
     assert source.command == "quickvit train deit3 && quickvit eval"
+
+
+def test_a_remark_is_shown_with_its_source(bench, add):
+    add("pbc-i8-knn", protocol="knn", remark="on a Monday", answers={"1-NN": {"accuracy": 0.5}})
+    assert "on a Monday" in markdown(image_labels(read_results(bench)))
 
 
 def test_gaps_are_told(bench):

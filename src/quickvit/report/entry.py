@@ -127,5 +127,5 @@ def read_source(record: Entry) -> Source:
     facts = record.entry("hardware")
     threads, gpu = facts.number("threads"), facts.text("gpu", "")
     cpu = facts.text("cpu", "unknown hardware") + (f", {threads:.0f} threads" if threads else "")
-    date, command, commit = (record.text(key, "") for key in ("date", "command", "commit"))
-    return Source(record.name, gpu or cpu, bool(gpu), date[:10], command, commit)
+    date, *words = (record.text(key, "") for key in ("date", "command", "commit", "remark"))
+    return Source(record.name, gpu or cpu, bool(gpu), date[:10], *words)

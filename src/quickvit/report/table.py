@@ -177,4 +177,4 @@ def _quotes(table: Table) -> str:
 
 def _origin(source: Source) -> str:
     parts = [source.file, source.hardware, source.date, source.commit and f"commit {source.commit[:12]}"]
-    return ", ".join(part for part in parts if part)
+    return ", ".join(part for part in (*parts, source.remark) if part)
