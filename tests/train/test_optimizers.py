@@ -188,7 +188,7 @@ def test_clipping():
 
 
 class Operations(TorchDispatchMode):
-    """Counts what a device would be asked for: neither views nor what is read of the counters, which are on the CPU."""
+    """Counts what a device would be asked for: neither views nor reads of the counters, which are on the CPU."""
 
     FREE = (torch.ops.aten.unbind.int, torch.ops.aten._local_scalar_dense.default)
 
