@@ -12,11 +12,15 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from quickvit.ops.triton import attention, gelu, heads, norm, whole_head  # noqa: E402
+from quickvit.ops.triton import attention, gelu, heads, norm, weight_gradient, whole_head  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 EPS = 1e-6
+
+# The interpreter multiplies bfloat16 matrices as if their bits were integers. In float32, which the attention
+# kernels are not meant for, nothing hides an error; on a GPU their products would round to tf32.
+MATRIX_DTYPES = [torch.float16, torch.bfloat16 if CUDA else torch.float32]
 
 # The interpreter works in numpy, which warns of the infinities that the kernels expect.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -356,12 +360,7 @@ def attention_definition(qkv: Tensor, bias: Tensor | None, heads: int) -> tuple[
     return torch.cat([p.flatten(2) for p in pieces], dim=-1), scores.logsumexp(-1)
 
 
-# The interpreter multiplies bfloat16 matrices as if their bits were integers. In float32, which the kernels are
-# not meant for, nothing hides an error; on a GPU the products would round to tf32.
-ATTENTION_DTYPES = [torch.float16, torch.bfloat16 if CUDA else torch.float32]
-
-
-@pytest.mark.parametrize("dtype", ATTENTION_DTYPES)
+@pytest.mark.parametrize("dtype", MATRIX_DTYPES)
 @pytest.mark.parametrize(
     ("batch", "tokens", "heads", "c", "with_bias"),
     [
@@ -434,7 +433,7 @@ def test_attention_rejects_other_head_sizes() -> None:
         attention.attention_forward(draw(0, 1, 1, 240), None, 1)
 
 
-@pytest.mark.parametrize("dtype", ATTENTION_DTYPES)
+@pytest.mark.parametrize("dtype", MATRIX_DTYPES)
 @pytest.mark.parametrize(
     ("batch", "tokens", "heads", "with_bias"),
     [(2, 1, 2, True), (1, 17, 3, True), (1, 64, 1, False), (2, 83, 1, False), (1, 257, 1, True)],
@@ -455,3 +454,52 @@ def test_attention_of_whole_heads_has_its_limits() -> None:
     assert not whole_head.takes(257, 104)
     assert not whole_head.takes(whole_head.MAX_TOKENS + 1, 80)
     assert whole_head.attention_whole_head(draw(0, 0, 5, 240), None, 1).shape == (0, 5, 80)
+
+
+# --- weight gradient
+
+
+@pytest.mark.parametrize("dtype", MATRIX_DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns", "tile"),
+    [
+        (1, 8, 8, (16, 16, 0, 16, 1, 1, 1)),
+        (37, 24, 40, (16, 32, 0, 16, 1, 1, 60)),
+        (64, 40, 40, (16, 32, 16, 16, 1, 1, 90)),
+        (70, 28, 20, (32, 16, 16, 32, 1, 1, 30)),
+        (48, 32, 16, (16, 16, 0, 16, 1, 1, 60)),
+        (33, 3, 13, (16, 16, 0, 16, 1, 1, 20)),
+    ],
+)
+def test_weight_gradient(
+    tokens: int,
+    rows: int,
+    columns: int,
+    tile: tuple[int, ...],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_gradient, "TILE", tile)
+    # The rows of both lie apart, and what is between them must not matter.
+    grad = draw(0, tokens, 8 * rows + 8, dtype=dtype)
+    x = draw(1, tokens, 8 * columns + 16, dtype=dtype)
+    grad[:, 8 * rows :] = math.nan
+    x[:, 8 * columns :] = math.nan
+    grad, x = grad[:, : 8 * rows], x[:, : 8 * columns]
+    weight_1, weight_2 = weight_gradient.weight_gradient(grad, x)
+    assert weight_1.dtype == weight_2.dtype == dtype
+    one = [block.double().unflatten(1, (8, -1)) for block in (grad, x)]
+    two = [block[:, 4:].reshape(tokens, 2, -1) for block in one]
+    ulps = 8 if dtype == torch.float32 else 1
+    assert_near(weight_1, torch.einsum("tbi,tbj->bij", one[0][:, :4], one[1][:, :4]), dtype, ulps)
+    assert_near(weight_2, torch.einsum("tbi,tbj->ij", *two)[None], dtype, ulps)
+    again = weight_gradient.weight_gradient(grad, x)
+    assert all(torch.equal(a, b) for a, b in zip(again, (weight_1, weight_2), strict=True))
+
+
+def test_weight_gradient_of_no_tokens() -> None:
+    weight_1, weight_2 = weight_gradient.weight_gradient(draw(0, 0, 64), draw(1, 0, 128))
+    assert weight_1.shape == (4, 8, 16)
+    assert weight_2.shape == (1, 16, 32)
+    assert not weight_1.any()
+    assert not weight_2.any()

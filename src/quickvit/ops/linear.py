@@ -93,6 +93,11 @@ def _(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> Ten
 def _weight_grad(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Tensor]:
     if x.stride(1) != 1:
         x = x.contiguous()
+    if grad.is_cuda and fused(grad, DihedralGroup(n1 + 4 * n2)):
+        from quickvit.ops.triton.weight_gradient import takes, weight_gradient
+
+        if takes(grad, x):
+            return weight_gradient(grad, x)
     grad_one, grad_two = _views(grad, n1, n2)
     x_one, x_two = _views(x, n1, n2)
     dtype = grad.dtype

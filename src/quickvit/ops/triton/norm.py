@@ -5,29 +5,27 @@
 x̄ is the mean over each irrep component, the mean of squares that over all C channels; there the
 components of E may be weighed by a factor other than 1. A feature x[T, C] has m = C/8: A1, A2, B1, B2 are
 four blocks of m columns, the components of E two blocks of 2m, each with its own mean. A token is
-therefore held as two tiles, u[4, m] and v[2, 2m], padded to powers of two: means are sums along rows, and
-what the components of E share is a broadcast over the rows of v.
+therefore held as two tiles, lines [4, m] and planes [2, 2m], in which means are sums along rows. Sizes of tiles are
+powers of two: an m that would be padded too much is two of them, and a token four tiles (160 = 128 + 32).
 
 gain and layer scale have 6m entries (4m, then 2m for both components of E), shift and bias m (A1 only).
 For the backward pass seven statistics per token are kept: the six means and the reciprocal standard
 deviation.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
 from quickvit.ops.tiles import tile
-from quickvit.ops.triton.launch import traced
+from quickvit.ops.triton.launch import multiprocessors, traced
 
 # Warps per program, programs per multiprocessor, stages of the pipeline of loads: a program takes one token
-# after the other. Keyed by the padded width of a token, 8 times the next power of two of m; the first key
-# that is large enough holds.
+# after the other. Keyed by the padded width of a token; the first key that is large enough holds.
 FORWARD_TILES: dict[int, tuple[int, int, int]] = {
     512: (1, 16, 2),
     1024: (2, 10, 3),
+    1536: (1, 8, 3),
     2048: (4, 4, 3),
     4096: (8, 2, 3),
     8192: (16, 1, 3),
@@ -36,37 +34,17 @@ FORWARD_TILES: dict[int, tuple[int, int, int]] = {
 BACKWARD_TILES: dict[int, tuple[int, int, int]] = {
     256: (1, 16, 2),
     512: (2, 8, 2),
-    1024: (4, 4, 3),
+    1536: (2, 4, 3),
     2048: (4, 4, 3),
     4096: (16, 1, 3),
     8192: (16, 1, 2),
     16384: (16, 1, 1),
 }
 # Rows and columns per step, warps: the sum over programs of the partial parameter gradients.
-REDUCTION_TILE: tuple[int, int, int] = (256, 32, 8)
+REDUCTION_TILE: tuple[int, int, int] = (512, 8, 4)
 
 STATISTICS = 7
 _STATISTICS = tl.constexpr(STATISTICS)
-
-
-@triton.jit
-def _lines(M: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Columns of the tile u of one-dimensional irreps, which of them exist, and which are A1."""
-    row, column = tl.arange(0, 4)[:, None], tl.arange(0, BLOCK_M)[None, :]
-    return row * M + column, column < M, (column < M) & (row == 0)
-
-
-@triton.jit
-def _planes(M: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Columns of the tile v of the components of E, their entries in a gain, and which of them exist."""
-    row, column = tl.arange(0, 2)[:, None], tl.arange(0, 2 * BLOCK_M)[None, :]
-    # Each component loads its own copy of a gain: to share one, it would have to pass through shared memory.
-    return 4 * M + row * (2 * M) + column, 4 * M + row * 0 + column, column < 2 * M
-
-
-@triton.jit
-def _load(pointer, offset, mask):
-    return tl.load(pointer + offset, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -75,8 +53,81 @@ def _store(pointer, offset, value, mask):
 
 
 @triton.jit
-def _total(tile):
-    return tl.sum(tl.sum(tile, axis=1), axis=0)
+def _add_pairs(a, b, more_a, more_b):
+    return a + more_a, b + more_b
+
+
+@triton.jit
+def _line_tile(M: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr):
+    """Columns of a tile [4, SIZE] of one-dimensional irreps, their entries in a gain, which exist, and their rows."""
+    row, column = tl.arange(0, 4)[:, None], START + tl.arange(0, SIZE)[None, :]
+    return row * M + column, row * M + column, column < M, row
+
+
+@triton.jit
+def _plane_tile(M: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr):
+    """The same of a tile [2, 2 SIZE] of the components of E."""
+    row, column = tl.arange(0, 2)[:, None], 2 * START + tl.arange(0, 2 * SIZE)[None, :]
+    # Each component loads its own copy of a gain: to share one, it would have to pass through shared memory.
+    return 4 * M + row * (2 * M) + column, 4 * M + row * 0 + column, column < 2 * M, row
+
+
+@triton.jit
+def _token_tiles(M: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """The tiles of a token: lines and planes by turns, first of BLOCK copies, then of REST if any."""
+    tiles = (_line_tile(M, 0, BLOCK), _plane_tile(M, 0, BLOCK))
+    if REST > 0:
+        tiles += (_line_tile(M, BLOCK, REST), _plane_tile(M, BLOCK, REST))
+    return tiles
+
+
+@triton.jit
+def _zeros(tiles):
+    zeros = ()
+    for t in tl.static_range(len(tiles)):
+        zeros += (tl.zeros(tiles[t][0].shape, tl.float32),)
+    return zeros
+
+
+@triton.jit
+def _load_tiles(pointer, tiles, PLACE: tl.constexpr):
+    """Tiles of a token (PLACE 0) or of a gain (PLACE 1), as they are stored."""
+    values = ()
+    for t in tl.static_range(len(tiles)):
+        values += (tl.load(pointer + tiles[t][PLACE], mask=tiles[t][2], other=0.0),)
+    return values
+
+
+@triton.jit
+def _store_tiles(pointer, tiles, values):
+    for t in tl.static_range(len(tiles)):
+        _store(pointer, tiles[t][0], values[t], tiles[t][2])
+
+
+@triton.jit
+def _store_gains(line, tiles, values):
+    """Sums in the order of a gain: those of the components of E together."""
+    for t in tl.static_range(len(tiles)):
+        if t % 2 == 0:
+            tl.store(line + tiles[t][1], values[t], mask=tiles[t][2])
+        else:
+            both = tl.sum(values[t], axis=0)[None, :]
+            tl.store(line + tiles[t][1], both, mask=tiles[t][2] & (tiles[t][3] == 0))
+
+
+@triton.jit
+def _invariant(tile):
+    """Which entries of a tile of lines are A1."""
+    return tile[2] & (tile[3] == 0)
+
+
+@triton.jit
+def _load_invariant(pointer, tiles):
+    """What acts on A1 alone, as tiles of lines."""
+    values = ()
+    for t in tl.static_range(0, len(tiles), 2):
+        values += (tl.load(pointer + tiles[t][0], mask=_invariant(tiles[t]), other=0.0).to(tl.float32),)
+    return values
 
 
 @triton.jit(do_not_specialize=["T", "tokens_per_row"])
@@ -96,58 +147,70 @@ def _norm_forward(
     EPS: tl.constexpr,
     PAIR_WEIGHT: tl.constexpr,
     M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """y = norm(s) with s = x, or s = x + row_scale · scale · (branch + bias e_A1) where there is a branch."""
-    u_cell, u_in, u_first = _lines(M, BLOCK_M)
-    v_cell, v_shared, v_in = _planes(M, BLOCK_M)
-    u_gain = _load(gain, u_cell, u_in)
-    v_gain = _load(gain, v_shared, v_in)
-    u_shift = _load(shift, u_cell, u_first)
+    tiles = _token_tiles(M, BLOCK, REST)
+    gains = _load_tiles(gain, tiles, 1)
+    shifts = _load_invariant(shift, tiles)
     if scale is not None:
-        u_scale = _load(scale, u_cell, u_in)
-        v_scale = _load(scale, v_shared, v_in)
+        scales = _load_tiles(scale, tiles, 1)
     if branch_bias is not None:
-        u_bias = _load(branch_bias, u_cell, u_first)
+        biases = _load_invariant(branch_bias, tiles)
 
     for index in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=STAGES):
         token = tl.cast(index, tl.int64)
         start = token * (8 * M)
-        u = _load(x + start, u_cell, u_in)
-        v = _load(x + start, v_cell, v_in)
+        stream = _load_tiles(x + start, tiles, 0)
         if branch is not None:
-            du = _load(branch + start, u_cell, u_in)
-            dv = _load(branch + start, v_cell, v_in)
-            if branch_bias is not None:
-                du += u_bias
-            if scale is not None:
-                du *= u_scale
-                dv *= v_scale
+            branches = _load_tiles(branch + start, tiles, 0)
             if row_scale is not None:
                 factor = tl.load(row_scale + token // tokens_per_row)
-                du *= factor
-                dv *= factor
-            # The norm sees what the next block will see, the rounded sum.
-            u = (u + du).to(residual.dtype.element_ty)
-            v = (v + dv).to(residual.dtype.element_ty)
-            tl.store(residual + start + u_cell, u, mask=u_in)
-            tl.store(residual + start + v_cell, v, mask=v_in)
-            u = u.to(tl.float32)
-            v = v.to(tl.float32)
+            before, stream = stream, ()
+            for t in tl.static_range(len(tiles)):
+                added = branches[t].to(tl.float32)
+                if branch_bias is not None and t % 2 == 0:
+                    added += biases[t // 2]
+                if scale is not None:
+                    added *= scales[t].to(tl.float32)
+                if row_scale is not None:
+                    added *= factor
+                # The norm sees what the next block will see, the rounded sum.
+                stream += ((before[t].to(tl.float32) + added).to(residual.dtype.element_ty),)
+            _store_tiles(residual + start, tiles, stream)
 
-        u_mean = tl.sum(u, axis=1) * (1.0 / M)
-        v_mean = tl.sum(v, axis=1) * (0.5 / M)
-        u = tl.where(u_in, u - u_mean[:, None], 0.0)
-        v = tl.where(v_in, v - v_mean[:, None], 0.0)
-        square = _total(u * u) + PAIR_WEIGHT * _total(v * v)
+        line_mean = tl.zeros([4], tl.float32)
+        plane_mean = tl.zeros([2], tl.float32)
+        for t in tl.static_range(len(tiles)):
+            sums = tl.sum(stream[t].to(tl.float32), axis=1)
+            if t % 2 == 0:
+                line_mean += sums * (1.0 / M)
+            else:
+                plane_mean += sums * (0.5 / M)
+        centred = ()
+        square = 0.0
+        for t in tl.static_range(len(tiles)):
+            if t % 2 == 0:
+                z = tl.where(tiles[t][2], stream[t].to(tl.float32) - line_mean[:, None], 0.0)
+                square += tl.sum(tl.sum(z * z, axis=1), axis=0)
+            else:
+                z = tl.where(tiles[t][2], stream[t].to(tl.float32) - plane_mean[:, None], 0.0)
+                square += PAIR_WEIGHT * tl.sum(tl.sum(z * z, axis=1), axis=0)
+            centred += (z,)
         rstd = tl.math.rsqrt(square * (0.125 / M) + EPS)
-        _store(y + start, u_cell, u * rstd * u_gain + u_shift, u_in)
-        _store(y + start, v_cell, v * rstd * v_gain, v_in)
+        ys = ()
+        for t in tl.static_range(len(tiles)):
+            z = centred[t] * rstd * gains[t].to(tl.float32)
+            if t % 2 == 0:
+                z += shifts[t // 2]
+            ys += (z,)
+        _store_tiles(y + start, tiles, ys)
 
         saved = statistics + token * _STATISTICS
-        tl.store(saved + tl.arange(0, 4), u_mean)
-        tl.store(saved + 4 + tl.arange(0, 2), v_mean)
+        tl.store(saved + tl.arange(0, 4), line_mean)
+        tl.store(saved + 4 + tl.arange(0, 2), plane_mean)
         tl.store(saved + 6, rstd)
 
 
@@ -170,7 +233,8 @@ def _norm_backward(
     PAIR_WEIGHT: tl.constexpr,
     M: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Gradients of `_norm_forward`; that of the sum arrives as dy through the norm and as dstream past it.
@@ -182,89 +246,100 @@ def _norm_backward(
     M shifts, 6 M scales and M biases: dgain = Σ dy x̂, dshift = Σ dy, dscale = Σ row_scale dx (branch + bias),
     dbias = Σ dbranch.
     """
-    u_cell, u_in, u_first = _lines(M, BLOCK_M)
-    v_cell, v_shared, v_in = _planes(M, BLOCK_M)
-    u_row = tl.arange(0, 4)[:, None]
-    u_gain = _load(gain, u_cell, u_in)
-    v_gain = _load(gain, v_shared, v_in)
-    u_dgain = tl.zeros([4, BLOCK_M], tl.float32)
-    v_dgain = tl.zeros([2, 2 * BLOCK_M], tl.float32)
-    u_dshift = tl.zeros([4, BLOCK_M], tl.float32)
+    tiles = _token_tiles(M, BLOCK, REST)
+    lines = tiles[::2]
+    gains = _load_tiles(gain, tiles, 1)
+    dgains = _zeros(tiles)
+    dshifts = _zeros(lines)
+    dscales = _zeros(tiles)
+    dbiases = _zeros(lines)
     if scale is not None:
-        u_scale = _load(scale, u_cell, u_in)
-        v_scale = _load(scale, v_shared, v_in)
-        u_dscale = tl.zeros([4, BLOCK_M], tl.float32)
-        v_dscale = tl.zeros([2, 2 * BLOCK_M], tl.float32)
+        scales = _load_tiles(scale, tiles, 1)
     if branch_bias is not None:
-        u_bias = _load(branch_bias, u_cell, u_first)
-        u_dbias = tl.zeros([4, BLOCK_M], tl.float32)
+        biases = _load_invariant(branch_bias, tiles)
 
     for index in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=STAGES):
         token = tl.cast(index, tl.int64)
         start = token * (8 * M)
         # Every load of a step comes before its sums, so that they are all under way at once.
-        u_dy = _load(dy + start, u_cell, u_in)
-        v_dy = _load(dy + start, v_cell, v_in)
-        u = _load(residual + start, u_cell, u_in)
-        v = _load(residual + start, v_cell, v_in)
+        dys = _load_tiles(dy + start, tiles, 0)
+        xs = _load_tiles(residual + start, tiles, 0)
         if dstream is not None:
-            u_dstream = tl.load(dstream + start + u_cell, mask=u_in, other=0.0)
-            v_dstream = tl.load(dstream + start + v_cell, mask=v_in, other=0.0)
+            dstreams = _load_tiles(dstream + start, tiles, 0)
         if scale is not None:
-            u_branch = tl.load(branch + start + u_cell, mask=u_in, other=0.0)
-            v_branch = tl.load(branch + start + v_cell, mask=v_in, other=0.0)
+            branches = _load_tiles(branch + start, tiles, 0)
         if row_scale is not None:
             factor = tl.load(row_scale + token // tokens_per_row)
         saved = statistics + token * _STATISTICS
         a1, a2, b1, b2 = tl.load(saved), tl.load(saved + 1), tl.load(saved + 2), tl.load(saved + 3)
         e1, e2, rstd = tl.load(saved + 4), tl.load(saved + 5), tl.load(saved + 6)
 
-        u = (u - tl.where(u_row < 2, tl.where(u_row == 0, a1, a2), tl.where(u_row == 2, b1, b2))) * rstd
-        v = (v - tl.where(tl.arange(0, 2)[:, None] == 0, e1, e2)) * rstd
-        u_dgain += u_dy * u
-        v_dgain += v_dy * v
-        u_dshift += u_dy
-        u_dy *= u_gain
-        v_dy *= v_gain
-        u_mean = tl.sum(u_dy, axis=1) * (1.0 / M)
-        v_mean = tl.sum(v_dy, axis=1) * (0.5 / M)
-        along = (_total(u_dy * u) + _total(v_dy * v)) * (0.125 / M)
-        u = rstd * (u_dy - u_mean[:, None] - along * u)
-        v = rstd * (v_dy - v_mean[:, None] - along * PAIR_WEIGHT * v)
-        if dstream is not None:
-            u += u_dstream.to(tl.float32)
-            v += v_dstream.to(tl.float32)
-        _store(dx + start, u_cell, u, u_in)
-        _store(dx + start, v_cell, v, v_in)
+        normed = ()
+        weighted = ()
+        line_mean = tl.zeros([4], tl.float32)
+        plane_mean = tl.zeros([2], tl.float32)
+        along = 0.0
+        before, dgains = dgains, ()
+        shifts, dshifts = dshifts, ()
+        for t in tl.static_range(len(tiles)):
+            row = tiles[t][3]
+            g = dys[t].to(tl.float32)
+            if t % 2 == 0:
+                mean = tl.where(row < 2, tl.where(row == 0, a1, a2), tl.where(row == 2, b1, b2))
+                dshifts += (shifts[t // 2] + g,)
+            else:
+                mean = tl.where(row == 0, e1, e2)
+            x = (xs[t].to(tl.float32) - mean) * rstd
+            dgains += (before[t] + g * x,)
+            w = g * gains[t].to(tl.float32)
+            sums, products = tl.reduce((w, w * x), 1, _add_pairs)
+            if t % 2 == 0:
+                line_mean += sums * (1.0 / M)
+            else:
+                plane_mean += sums * (0.5 / M)
+            along += tl.sum(products, axis=0)
+            normed += (x,)
+            weighted += (w,)
+        along *= 0.125 / M
 
-        if dbranch is not None:
+        scale_sums, dscales = dscales, ()
+        bias_sums, dbiases = dbiases, ()
+        dxs = ()
+        dbranches = ()
+        for t in tl.static_range(len(tiles)):
+            if t % 2 == 0:
+                d = rstd * (weighted[t] - line_mean[:, None] - along * normed[t])
+            else:
+                d = rstd * (weighted[t] - plane_mean[:, None] - along * PAIR_WEIGHT * normed[t])
+            if dstream is not None:
+                d += dstreams[t].to(tl.float32)
+            dxs += (d,)
             if row_scale is not None:
-                u *= factor
-                v *= factor
+                d *= factor
             if scale is not None:
-                u_branch = u_branch.to(tl.float32)
-                if branch_bias is not None:
-                    u_branch += u_bias
-                u_dscale += u * u_branch
-                v_dscale += v * v_branch.to(tl.float32)
-                u *= u_scale
-                v *= v_scale
-            if branch_bias is not None:
-                u_dbias += u
-            _store(dbranch + start, u_cell, u, u_in)
-            _store(dbranch + start, v_cell, v, v_in)
+                added = branches[t].to(tl.float32)
+                if branch_bias is not None and t % 2 == 0:
+                    added += biases[t // 2]
+                dscales += (scale_sums[t] + d * added,)
+                d *= scales[t].to(tl.float32)
+            else:
+                dscales += (scale_sums[t],)
+            if t % 2 == 0:
+                dbiases += (bias_sums[t // 2] + d,)
+            dbranches += (d,)
+        _store_tiles(dx + start, tiles, dxs)
+        if dbranch is not None:
+            _store_tiles(dbranch + start, tiles, dbranches)
 
     line = partial + tl.program_id(0).to(tl.int64) * WIDTH
-    e_cell = 4 * M + tl.arange(0, 2 * BLOCK_M)
-    e_in = tl.arange(0, 2 * BLOCK_M) < 2 * M
-    tl.store(line + u_cell, u_dgain, mask=u_in)
-    tl.store(line + e_cell, tl.sum(v_dgain, axis=0), mask=e_in)
-    tl.store(line + 6 * M + u_cell, u_dshift, mask=u_first)
+    _store_gains(line, tiles, dgains)
+    for t in tl.static_range(len(lines)):
+        tl.store(line + 6 * M + lines[t][0], dshifts[t], mask=_invariant(lines[t]))
     if scale is not None:
-        tl.store(line + 7 * M + u_cell, u_dscale, mask=u_in)
-        tl.store(line + 7 * M + e_cell, tl.sum(v_dscale, axis=0), mask=e_in)
+        _store_gains(line + 7 * M, tiles, dscales)
     if branch_bias is not None:
-        tl.store(line + 13 * M + u_cell, u_dbias, mask=u_first)
+        for t in tl.static_range(len(lines)):
+            tl.store(line + 13 * M + lines[t][0], dbiases[t], mask=_invariant(lines[t]))
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -296,17 +371,17 @@ def _sum_partial(
         _store(dbias, column - 13 * M, total, (column >= 13 * M) & (column < 14 * M))
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _parts(m: int) -> tuple[int, int]:
+    """m copies as one power of two, or as two if they pad less."""
+    whole = triton.next_power_of_2(m)
+    rest = max(4, triton.next_power_of_2(m - whole // 2))
+    return (whole, 0) if 2 * rest > whole // 2 else (whole // 2, rest)
 
 
 def _tile(kernel: str, tiles: dict[int, tuple[int, int, int]], x: torch.Tensor) -> tuple[int, ...]:
     """What tuning found for tokens like those of x, else the entry of the table that they fit."""
     m = x.shape[1] // 8
-    width = 8 * triton.next_power_of_2(m)
+    width = 8 * sum(_parts(m))
     default = next((entry for limit, entry in tiles.items() if width <= limit), list(tiles.values())[-1])
     return tile(kernel, (m, x.element_size()), x.device, default)
 
@@ -330,9 +405,9 @@ def _forward(
     statistics = torch.empty((tokens, STATISTICS), dtype=torch.float32, device=x.device)
     if tokens == 0:
         return residual, y, statistics
-    block_m = triton.next_power_of_2(channels // 8)
+    block, rest = _parts(channels // 8)
     warps, per_multiprocessor, stages = _tile("norm forward", FORWARD_TILES, x)
-    programs = min(tokens, per_multiprocessor * _multiprocessors(x.device))
+    programs = min(tokens, per_multiprocessor * multiprocessors(x.device))
     with torch.cuda.device_of(x):
         traced(_norm_forward)[(programs,)](
             x,
@@ -351,7 +426,8 @@ def _forward(
             EPS=eps,
             PAIR_WEIGHT=pair_weight,
             M=channels // 8,
-            BLOCK_M=block_m,
+            BLOCK=block,
+            REST=rest,
             STAGES=stages,
             num_warps=warps,
         )
@@ -387,9 +463,9 @@ def _backward(
                 parameter.zero_()
         return dx, dbranch, dgain, dshift, dscale, dbias
 
-    block_m = triton.next_power_of_2(m)
+    block, rest = _parts(m)
     warps, per_multiprocessor, stages = _tile("norm backward", BACKWARD_TILES, residual)
-    programs = min(tokens, per_multiprocessor * _multiprocessors(residual.device))
+    programs = min(tokens, per_multiprocessor * multiprocessors(residual.device))
     width = 7 * m if scale is None and branch_bias is None else 14 * m
     partial = torch.empty((programs, width), dtype=torch.float32, device=residual.device)
     rows, columns, reduction_warps = REDUCTION_TILE
@@ -412,7 +488,8 @@ def _backward(
             PAIR_WEIGHT=pair_weight,
             M=m,
             WIDTH=width,
-            BLOCK_M=block_m,
+            BLOCK=block,
+            REST=rest,
             STAGES=stages,
             num_warps=warps,
         )
