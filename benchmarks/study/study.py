@@ -57,15 +57,15 @@ def every(steps: int) -> tuple[str, str]:
 
 # A short budget is no place for the augmentation of 400 epochs.
 LIGHT = ("--min-crop=0.4", "--three-augment=false", "--color-jitter=0", "--mixup=0", "--cutmix=0")
-SHARED = ("--epochs=30", "--learning-rate=3e-3", "--repeats=1")
+SHARED = ("--learning-rate=3e-3", "--repeats=1")
 CIFAR10 = ("--img-size=32", "--patch-size=4", "--batch-size=512", *SHARED, *every(485))
 CELLS = ("--img-size=96", "--patch-size=8", "--batch-size=256", *SHARED, *every(230))
 SUPERVISED = {
-    "cifar10": Setting("deit3", "tiny", 12, (*CIFAR10, *LIGHT)),
-    "pbc_blood_96": Setting("deit3", "tiny", 12, (*CELLS, *LIGHT)),
+    "cifar10": Setting("deit3", "tiny", 12, (*CIFAR10, *LIGHT, "--epochs=20")),
+    "pbc_blood_96": Setting("deit3", "tiny", 12, (*CELLS, *LIGHT, "--epochs=30")),
 }
 # The augmentation of DeiT III as it is.
-RECIPE = {"cifar10": Setting("deit3", "tiny", 12, CIFAR10)}
+RECIPE = {"cifar10": Setting("deit3", "tiny", 12, (*CIFAR10, "--epochs=30"))}
 # Without labels, and judged by what frozen features are good for.
 SELF_SUPERVISED = {
     "pbc_blood_96": Setting(
