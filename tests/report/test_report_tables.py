@@ -261,3 +261,19 @@ class TestWriting:
     def test_a_row_must_fit(self):
         with pytest.raises(ValueError, match="narrow: 2 cells in a row of 1 columns"):
             Table("narrow", "", (Column("one"),), (("a", "b"),))
+
+
+def test_runs_that_differ_in_the_seed_are_one_source() -> None:
+    def source(name: str, seed: int, rate: str) -> Source:
+        command = f"quickvit train --out=runs/{name}-{seed} --seed={seed} --learning-rate={rate}"
+        return Source(f"results/{name}-{seed}.json", "GPU", True, "2026-01-01", command, "0123456789abcdef")
+
+    sources = (source("a", 0, "1e-3"), source("a", 1, "1e-3"), source("b", 1, "1e-3"), source("a", 2, "1e-4"))
+    table = Table("t", "T", (Column("n"), Column("x", HERE)), (("a", "1"),), sources=sources)
+    lines = [line for line in markdown(table).splitlines() if line.startswith("- ")]
+    assert [line.split(", GPU")[0] for line in lines] == [
+        "- results/a-0.json, a-1.json",
+        "- results/b-1.json",
+        "- results/a-2.json",
+    ]
+    assert html(table).count("<li>") == 3

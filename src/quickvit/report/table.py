@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 from quickvit.report.entry import Source
 
@@ -16,6 +17,8 @@ HERE, PAPER, FORMULA = "here", "paper", "formula"
 LEGEND = {HERE: "measured here", PAPER: "quoted from the paper", FORMULA: "computed here, not measured"}
 # Cells with more letters may wrap.
 LONG = 16
+# What a command says of its seed, and the seed in the name of a run.
+SEED = re.compile(r"--seed[= ]\d+|(--out[= ]\S+)-\d+")
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,8 @@ def markdown(table: Table) -> str:
         lines += ["", "What was not run is run by", "", *(f"    {one_line(c)}" for c in table.commands)]
     if table.sources:
         lines += ["", "Measured:"]
-    for source in table.sources:
-        lines += ["", f"- {plain(_origin(source))}", "", f"      {one_line(source.command)}"]
+    for sources in _by_seed(table.sources):
+        lines += ["", f"- {plain(_origin(sources))}", "", f"      {one_line(sources[0].command)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -158,8 +161,8 @@ def commands_html(commands: Iterable[str]) -> str:
 def sources_html(sources: Iterable[Source]) -> str:
     """Hardware, date and command of what was measured."""
     items = "".join(
-        f"<li>{escape(_origin(source))}<pre>{escape(one_line(source.command))}</pre></li>\n"
-        for source in sources
+        f"<li>{escape(_origin(group))}<pre>{escape(one_line(group[0].command))}</pre></li>\n"
+        for group in _by_seed(sources)
     )
     return (
         f"<details><summary>Hardware, dates, commands</summary><ul>\n{items}</ul></details>\n"
@@ -175,6 +178,19 @@ def _quotes(table: Table) -> str:
     return f"Paper: {table.quotes}." if table.quotes else ""
 
 
-def _origin(source: Source) -> str:
-    parts = [source.file, source.hardware, source.date, source.commit and f"commit {source.commit[:12]}"]
-    return ", ".join(part for part in (*parts, source.remark) if part)
+def _by_seed(sources: Iterable[Source]) -> list[list[Source]]:
+    """Sources that differ in the seed alone, together."""
+    groups: dict[tuple[str, ...], list[Source]] = {}
+    for source in sources:
+        command = SEED.sub(r"\1", source.command)
+        key = (source.hardware, source.date, source.commit, source.remark, command)
+        groups.setdefault(key, []).append(source)
+    return list(groups.values())
+
+
+def _origin(sources: Sequence[Source]) -> str:
+    """Where numbers come from; runs with several seeds are named by the command of the first."""
+    first, *others = sources
+    files = [first.file, *(Path(source.file).name for source in others)]
+    parts = [*files, first.hardware, first.date, first.commit and f"commit {first.commit[:12]}"]
+    return ", ".join(part for part in (*parts, first.remark) if part)
