@@ -143,8 +143,9 @@ def test_self_supervision(study, tmp_path, data):
     assert call(study, tmp_path, *chosen, *options, dataset="pbc_blood_96", data=data) == 0
     (run,) = read_results(tmp_path, tmp_path / "results").study("dinov2")
     assert (run.dataset, run.name) == ("pbc_blood_96", "h8")
-    assert {"1-NN", "20-NN", "logistic"} <= set(run.answers)
+    assert {"1-NN", "20-NN", "logistic"} <= set(run.answers())
+    assert [step for step, _ in run.progress] == [0, 2, 4]
     assert run.score("20-NN") is not None
     record = json.loads((tmp_path / "results/pbc_blood_96-dinov2/h8-0.json").read_text())
-    assert set(record["before"]) == set(record["answers"])
+    assert record["progress"][-1]["poses"] == record["poses"]
     assert record["training"] | {"recipe": "dinov2", "steps": 4} == record["training"]

@@ -31,8 +31,7 @@ from quickvit.train import read_metrics
 
 QUICKVIT = (sys.executable, "-m", "quickvit")
 HERE = Path(__file__).resolve().parent
-# Of a run without labels: the teacher before the first update.
-FIRST = "teachers/step-00000000.safetensors"
+POSES = "poses"
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,11 @@ RECIPE = {"cifar10": Setting("deit3", "tiny", 12, (*CIFAR10, "--epochs=30"))}
 SELF_SUPERVISED = {
     "pbc_blood_96": Setting(
         "dinov2",
-        "small",
+        "tiny",
         12,
         (
-            *("--preset=small", "--views=dinobloom", "--img-size=96", "--patch-size=8", "--steps=3000"),
-            *every(1000),
+            *("--preset=small", "--views=dinobloom", "--img-size=96", "--patch-size=8", "--steps=1500"),
+            *every(500),
         ),
         "hematology",
     ),
@@ -127,17 +126,17 @@ def runs(dataset: str, seed: int) -> Iterator[Run]:
 
 
 class Job:
-    """A run in the making: training, then tests, one process after the other."""
+    """A run in the making: training, then tests."""
 
     def __init__(self, run: Run, arguments: argparse.Namespace) -> None:
         self.run, self.arguments = run, arguments
         self.folder = arguments.runs / run.name
         self.folder.mkdir(parents=True, exist_ok=True)
         self.steps = self._steps()
-        self.process = self._start(*next(self.steps))
+        self.processes = self._start(next(self.steps))
 
-    def _steps(self) -> Iterator[tuple[Sequence[str], str]]:
-        """Commands, and the files for what they print."""
+    def _steps(self) -> Iterator[Mapping[str, Sequence[str]]]:
+        """Commands that may run at the same time, by the file for what they print."""
         run, setting, arguments = self.run, self.run.setting, self.arguments
         data = f"--data={arguments.data}"
         training = (
@@ -145,29 +144,34 @@ class Job:
             *(f"--seed={run.seed}", *setting.options, *run.options, "--cache=true", "--colors=device"),
             *(f"--run.workers={arguments.workers}", f"--run.compile={arguments.compile}", *arguments.extra),
         )
-        yield training, "train.log"
-        options = (data, "--batch-size=500", f"--workers={arguments.workers}", "--json")
-        if setting.protocol != "accuracy":
-            options += (f"--cache={self.folder / 'features'}",)
-            for model, file in ((self.folder, "answers.json"), (self.folder / FIRST, "before.json")):
-                yield ("eval", setting.protocol, str(model), *options), file
-        yield ("eval", "rotation", str(self.folder), f"--protocol={setting.protocol}", *options), "poses.json"
+        yield {"train.log": training}
+        test = (
+            *(f"--protocol={setting.protocol}", data, "--batch-size=500"),
+            *(f"--workers={arguments.workers}", "--json"),
+        )
+        # A run without labels leaves its teachers on the way.
+        models = {f"{POSES}-{teacher.stem}.json": teacher for teacher in teachers(self.folder)}
+        models = models or {f"{POSES}.json": self.folder}
+        yield {file: ("eval", "rotation", str(model), *test) for file, model in models.items()}
 
-    def _start(self, command: Sequence[str], output: str) -> subprocess.Popen[bytes]:
-        with (self.folder / output).open("wb") as out, (self.folder / "log").open("ab") as log:
-            return subprocess.Popen([*QUICKVIT, *command], stdout=out, stderr=log)
+    def _start(self, commands: Mapping[str, Sequence[str]]) -> list[subprocess.Popen[bytes]]:
+        processes = []
+        for output, command in commands.items():
+            with (self.folder / output).open("wb") as out, (self.folder / "log").open("ab") as log:
+                processes.append(subprocess.Popen([*QUICKVIT, *command], stdout=out, stderr=log))
+        return processes
 
     def done(self) -> bool:
         """Whether there is nothing left to wait for; what was trained is tested next, and then recorded."""
-        code = self.process.poll()
-        if code is None:
+        codes = [process.poll() for process in self.processes]
+        if None in codes:
             return False
-        if code:
-            print(f"{self.run.name}: stopped with code {code}, see {self.folder / 'log'}", flush=True)
+        if any(codes):
+            print(f"{self.run.name}: stopped with code {max(codes)}, see {self.folder / 'log'}", flush=True)
             return True
         following = next(self.steps, None)
         if following is not None:
-            self.process = self._start(*following)
+            self.processes = self._start(following)
             return False
         record = {"dataset": self.arguments.dataset, **result(self.folder, self.run)}
         for study, label in self.run.labels.items():
@@ -206,13 +210,25 @@ def result(folder: Path, run: Run) -> dict[str, Any]:
             "memory_mib": max(memory, default=None),
         },
         "curve": [line for line in metrics if any(key.startswith("eval/") for key in line)],
-        "poses": json.loads((folder / "poses.json").read_text())["rows"],
         "provenance": {key: start[key] for key in ("hardware", "versions", "commit", "date", "command")},
     }
-    for name in ("answers", "before"):
-        if run.setting.protocol != "accuracy":
-            found[name] = json.loads((folder / f"{name}.json").read_text())["answers"]
-    return found
+    if run.setting.protocol == "accuracy":
+        return found | {"poses": _poses(folder / f"{POSES}.json")}
+    progress = [
+        {"step": int(teacher.stem.split("-")[-1]), "poses": _poses(folder / f"{POSES}-{teacher.stem}.json")}
+        for teacher in teachers(folder)
+    ]
+    return found | {"progress": progress, "poses": progress[-1]["poses"]}
+
+
+def teachers(folder: Path) -> list[Path]:
+    """The teachers that a run without labels has kept, the first before any update."""
+    return sorted((folder / "teachers").glob("step-*.safetensors"))
+
+
+def _poses(file: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -253,10 +269,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         running = [job for job in running if not job.done()]
         if time.monotonic() > deadline:
             # Training saves and stops; the processes are this one's own.
-            for job in running:
-                job.process.send_signal(signal.SIGTERM)
-            for job in running:
-                job.process.wait()
+            processes = [process for job in running for process in job.processes]
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+            for process in processes:
+                process.wait()
             print(f"{len(running)} interrupted, {len(waiting)} not begun", flush=True)
             return os.EX_TEMPFAIL
         while waiting and len(running) < arguments.jobs:

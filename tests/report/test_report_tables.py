@@ -12,6 +12,7 @@ from quickvit.report.table import HERE, NOT_RUN, PAPER, Column, Table, html, mar
 from quickvit.report.tables import TABLES
 from quickvit.report.tables.computed import compute_scaling, dihedral_groups, paper_models
 from quickvit.report.tables.frozen import frozen_features, hematology
+from quickvit.report.tables.frozen import progress as course
 from quickvit.report.tables.speed import forward_speed, gelu, linear_layers, memory, training_speed
 from quickvit.report.tables.studies import classification, depth, invariants, lift, natural, slanted
 
@@ -198,7 +199,18 @@ class TestStudies:
         model = {"name": "quickvit_i8_small_patch16_224"}
         poses = [{"pose": "upright", "scores": {"1-NN": 0.8, "20-NN": 0.9, "logistic": 0.95}}]
         answers = {"1-NN": {"weighted_f1": 0.7, "accuracy": 0.8}}
-        add_run("dinov2", "i8", dataset="cells", model=model, poses=poses, answers=answers)
+        turned = {"1-NN": {"weighted_f1": 0.6}}
+        progress = [
+            {"step": 0, "poses": [{"pose": "upright", "answers": {"1-NN": {"accuracy": 0.3}}}]},
+            {
+                "step": 1000,
+                "poses": [
+                    {"pose": "upright", "answers": answers},
+                    {"pose": "random quarter turn", "answers": turned},
+                ],
+            },
+        ]
+        add_run("dinov2", "i8", dataset="cells", model=model, poses=poses, progress=progress)
         results = read_results(bench)
         row = cells(frozen_features(results), data="cells", family="i8")
         assert (row["model"], row["linear (%) here"], row["k-NN (%) here"]) == ("ViT-Small", "95.00", "90.00")
@@ -206,6 +218,11 @@ class TestStudies:
         row = cells(hematology(results), classifier="1-NN", family="i8")
         assert (row["wF1 (%) here"], row["wF1 (%) paper"]) == ("70.00", "78.1")
         assert (row["Acc (%) here"], row["bAcc (%) here"]) == ("80.00", NOT_RUN)
+        row = cells(course(results), classifier="1-NN", family="i8", updates="0")
+        assert (row["Acc (%) here"], row["wF1 (%) here"]) == ("30.00", NOT_RUN)
+        row = cells(course(results), classifier="1-NN", family="i8", updates="1,000")
+        assert (row["Acc (%) here"], row["wF1 (%), turned here"]) == ("80.00", "60.00")
+        assert cells(course(results), classifier="20-NN", family="ViT")["Acc (%) here"] == NOT_RUN
 
     def test_the_papers_rows_are_filled_once_they_are_run(self, bench, add_run):
         model = {"name": "quickvit_h8_large_patch16_224"}

@@ -24,11 +24,13 @@ def test_a_run(bench, add_run):
 def test_frozen_features_are_shares(bench, add_run):
     poses = [{"pose": "upright", "scores": {"20-NN": 0.5}}, {"pose": QUARTER, "scores": {"20-NN": 0.4}}]
     answers = {"1-NN": {"weighted_f1": 0.25}}
-    add_run("dinov2", poses=poses, answers=answers)
+    progress = [{"step": 0, "poses": poses}, {"step": 9, "poses": [{"pose": "upright", "answers": answers}]}]
+    add_run("dinov2", poses=poses, progress=progress)
     (run,) = read_results(bench).runs
     assert run.score("20-NN") == 50
     assert run.change("20-NN", QUARTER) == pytest.approx(-10)
-    assert run.answers == {"1-NN": {"weighted_f1": 25}}
+    assert run.answers() == {"1-NN": {"weighted_f1": 25}}
+    assert run.answers(step=0) == run.answers(QUARTER) == run.answers(step=5) == {}
 
 
 def test_what_a_file_does_not_say_is_none(bench, add_run):
@@ -66,7 +68,11 @@ def test_a_measurement(bench, add_bench):
         ({"poses": [{"pose": "upright", "top1": "high"}]}, r"poses\[0\]\.top1 is 'high'; expected a finite"),
         ({"poses": [{"top1": 1.0}]}, r"poses\[0\]\.pose is missing"),
         ({"curve": [{"step": 1, "eval/top1": []}]}, r"curve\[0\]\.eval/top1 is"),
-        ({"answers": {"1-NN": 3}}, r"answers\.1-NN is '3'; expected an object"),
+        (
+            {"progress": [{"step": 1, "poses": [{"pose": "upright", "answers": {"1-NN": 3}}]}]},
+            r"progress\[0\]\.poses\[0\]\.answers\.1-NN is '3'; expected an object",
+        ),
+        ({"progress": [{"step": 0.5}]}, r"progress\[0\]\.step is '0.5'; expected an integer"),
         ({"provenance": {"hardware": {"gpu": 1}}}, r"provenance\.hardware\.gpu is '1'; expected a text"),
     ],
 )

@@ -30,12 +30,11 @@ from quickvit.cli.frozen import (
 from quickvit.cli.output import NOTHING, print_json, print_table
 from quickvit.evaluate.classification import Classifier
 from quickvit.evaluate.extract import Features
-from quickvit.evaluate.metrics import accuracy, balanced_accuracy, weighted_f1
+from quickvit.evaluate.metrics import LABEL_METRICS, accuracy
 from quickvit.evaluate.rotation import UPRIGHT
 from quickvit.evaluate.segmentation import SegmentationData, SegmentationScores, Segmenter, from_patches
 from quickvit.models import ViT
 
-METRICS = {"weighted_f1": weighted_f1, "accuracy": accuracy, "balanced_accuracy": balanced_accuracy}
 # Test images in a picture.
 SHOWN, SHOWN_MASKS = 24, 6
 
@@ -65,7 +64,7 @@ def _classification(protocol: str, arguments: Namespace) -> int:
     if not frozen.world.main:
         return 0
     confusions = {name: test.confusion(found) for name, found in labels.items()}
-    scores = {name: {key: f(found) for key, f in METRICS.items()} for name, found in confusions.items()}
+    scores = {name: {key: f(found) for key, f in LABEL_METRICS.items()} for name, found in confusions.items()}
     if arguments.confusion is not None:
         _write_confusion(arguments.confusion, confusions[classifier.main], test.source.classes)
     if arguments.picture is not None:

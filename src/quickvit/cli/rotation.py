@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from jsonargparse import ArgumentParser, Namespace
@@ -45,10 +46,7 @@ def rotation(arguments: Namespace) -> int:
     if not frozen.world.main:
         return 0
     if arguments.json:
-        table = [
-            {"pose": str(row.pose), "scores": row.scores, "changes": row.changes(rows[0]), "same": row.same}
-            for row in rows
-        ]
+        table = [{**asdict(row), "pose": str(row.pose), "changes": row.changes(rows[0])} for row in rows]
         result = {"protocol": arguments.protocol, "rows": table, "feature_errors": errors}
         print_json({**frozen.about(arguments), **result})
         return 0

@@ -38,6 +38,10 @@ def weighted_f1(confusion: Tensor) -> float:
     return ((f1 * support).sum() / support.sum()).item()
 
 
+# What is said of labelled images, as DinoBloom does.
+LABEL_METRICS = {"weighted_f1": weighted_f1, "accuracy": accuracy, "balanced_accuracy": balanced_accuracy}
+
+
 def iou(confusion: Tensor) -> Tensor:
     """hits / (samples + predictions − hits) of each label; NaN if it neither occurs nor was predicted."""
     hits = confusion.diagonal()

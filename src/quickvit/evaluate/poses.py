@@ -10,6 +10,7 @@ from torch import Tensor
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.classification import Classifier
 from quickvit.evaluate.extract import Features, image_vector
+from quickvit.evaluate.metrics import LABEL_METRICS
 from quickvit.evaluate.rotation import Pose
 from quickvit.evaluate.segmentation import SegmentationData, Segmenter
 from quickvit.group import act_on_grid, act_on_image
@@ -20,11 +21,13 @@ from quickvit.testing import equivariance_error, unmoved
 class PoseScores:
     """The score of each answer for images in a pose: accuracy, or mean IoU.
 
-    same: for each answer the share of images that were labelled as in the first pose; None of segmentation.
+    Of labelled images, not of segmentation, also: all metrics of each answer, and the share of images that were
+    labelled as in the first pose.
     """
 
     pose: Pose
     scores: dict[str, float]
+    answers: dict[str, dict[str, float]] | None = None
     same: dict[str, float] | None = None
 
     def changes(self, first: PoseScores) -> dict[str, float]:
@@ -42,10 +45,11 @@ def classify_in_poses(
         features = load(pose)
         labels = classifier.predict(features)
         first = first or labels
-        scores = {name: _share(found, features.targets) for name, found in labels.items()}
-        rows.append(
-            PoseScores(pose, scores, {name: _share(found, first[name]) for name, found in labels.items()})
-        )
+        confusions = {name: features.confusion(found) for name, found in labels.items()}
+        answers = {name: {key: f(c) for key, f in LABEL_METRICS.items()} for name, c in confusions.items()}
+        scores = {name: found["accuracy"] for name, found in answers.items()}
+        same = {name: (found == first[name]).double().mean().item() for name, found in labels.items()}
+        rows.append(PoseScores(pose, scores, answers, same))
     return rows
 
 
@@ -75,7 +79,3 @@ def feature_errors(backbone: Backbone, images: Tensor) -> dict[str, dict[str, fl
         ),
     }
     return {name: {str(g): error for g, error in by_element.items()} for name, by_element in errors.items()}
-
-
-def _share(labels: Tensor, others: Tensor) -> float:
-    return (labels == others).double().mean().item()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from quickvit.group import D8
 from quickvit.report import paper
 from quickvit.report.formulas import block_flops
-from quickvit.report.results import Results, Run
+from quickvit.report.results import QUARTER, UPRIGHT, Results, Run
 from quickvit.report.sample import Sample
 from quickvit.report.svg import LINE, MUTED, Drawing, canvas, to_svg
 from quickvit.report.table import one_line
 from quickvit.report.tables.beside import family_name
+from quickvit.report.tables.frozen import STUDY
 from quickvit.report.tables.measures import top1
 from quickvit.report.tables.studies import FAMILIES, natural, study_command
 
@@ -42,9 +44,11 @@ PLOT: dict[str, Any] = {
 PANEL = (4.3, 3.3)
 TOKENS = 197
 WIDTHS = tuple(2**i for i in range(7, 14))
-# Evaluations that are drawn as curves, the first that a run has.
-CURVES = {"eval/top1": "top-1 (%)", "eval/20-NN/accuracy": "20-NN (%)"}
+NEIGHBOURS = "20-NN"
 Panel = Callable[["Axes"], None]
+# After so many updates; the points of one run, with the run's name.
+Point = tuple[float, float]
+Curve = tuple[str, Sequence[Point]]
 
 
 def accuracy_flops(results: Results) -> Drawing:
@@ -121,15 +125,18 @@ def accuracy_depth(results: Results) -> Drawing:
 def curves(results: Results) -> Drawing:
     """Training progression."""
     panels: dict[str, Panel] = {}
-    for study in ("families", "dinov2"):
-        for dataset in results.datasets(study):
-            runs = results.study(study, dataset)
-            key = next(
-                (key for key in CURVES if any(key in found for run in runs for _, found in run.curve)), None
-            )
-            if key is not None:
-                title = dataset if study == "families" else f"{dataset}, {study}"
-                panels[title] = partial(_draw_curves, runs=runs, key=key)
+    for dataset in results.datasets("families"):
+        curves = [(run.name, _points(run.curve, "eval/top1")) for run in results.study("families", dataset)]
+        if any(points for _, points in curves):
+            panels[dataset] = partial(_draw_curves, solid=curves, label="top-1 (%)")
+    for dataset in results.datasets(STUDY):
+        runs = results.study(STUDY, dataset)
+        upright, turned = (
+            [(run.name, _progress(run, pose)) for run in runs if run.progress] for pose in (UPRIGHT, QUARTER)
+        )
+        if upright:
+            label = f"{NEIGHBOURS} (%), dashed: turned by 90°s"
+            panels[f"{dataset}, {STUDY}"] = partial(_draw_curves, solid=upright, label=label, dashed=turned)
     return _plot(
         "curves",
         "Training progression",
@@ -188,25 +195,31 @@ def _draw_depth(axes: Axes, points: Mapping[int, Sample]) -> None:
     axes.set(xlabel="octic blocks k", ylabel="top-1 (%)", xticks=list(points))
 
 
-def _draw_curves(axes: Axes, runs: Sequence[Run], key: str) -> None:
-    names = {run.name for run in runs}
-    for name in [*(f for f in FAMILIES if f in names), *sorted(names - set(FAMILIES))]:
-        by_step: dict[float, list[float]] = defaultdict(list)
-        for run in runs:
-            for step, found in run.curve:
-                if run.name == name and key in found:
-                    by_step[step].append(found[key])
-        steps = sorted(by_step)
-        colour = COLOURS.get(name, OTHER)
-        axes.plot(
-            steps,
-            [Sample(tuple(by_step[s])).mean for s in steps],
-            color=colour,
-            label=_words(family_name(name)),
-        )
-        low, high = ([bound(by_step[s]) for s in steps] for bound in (min, max))
-        axes.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0)
-    axes.set(xlabel="updates", ylabel=CURVES[key])
+def _points(curve: Iterable[tuple[float, Mapping[str, float]]], key: str) -> list[Point]:
+    return [(step, found[key]) for step, found in curve if key in found]
+
+
+def _progress(run: Run, pose: str) -> list[Point]:
+    """Accuracy of nearest neighbours after each number of updates."""
+    found = ((step, run.answers(pose, step).get(NEIGHBOURS, {})) for step, _ in run.progress)
+    return _points(found, "accuracy")
+
+
+def _draw_curves(axes: Axes, solid: Sequence[Curve], label: str, dashed: Sequence[Curve] = ()) -> None:
+    for curves, style in ((solid, "-"), (dashed, "--")):
+        names = {name for name, _ in curves}
+        for name in [*(f for f in FAMILIES if f in names), *sorted(names - set(FAMILIES))]:
+            by_step: dict[float, list[float]] = defaultdict(list)
+            for step, value in chain.from_iterable(points for other, points in curves if other == name):
+                by_step[step].append(value)
+            steps = sorted(by_step)
+            means = [Sample(tuple(by_step[s])).mean for s in steps]
+            colour = COLOURS.get(name, OTHER)
+            words = _words(family_name(name)) if curves is solid else None
+            axes.plot(steps, means, style, color=colour, label=words)
+            low, high = ([bound(by_step[s]) for s in steps] for bound in (min, max))
+            axes.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0)
+    axes.set(xlabel="updates", ylabel=label)
     axes.legend(loc="lower right")
 
 

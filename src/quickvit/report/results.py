@@ -20,6 +20,8 @@ from quickvit.report.sample import Sample
 UPRIGHT, QUARTER, SLANTED = "upright", "random quarter turn", "45°"
 TEXTS = ("case", "name", "dtype", "failure")
 METRICS = ("accuracy", "weighted_f1", "balanced_accuracy", "mean_iou", "pixel_accuracy")
+# Per cent, by classifier and metric.
+Answers = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Measurement:
 class Run:
     """One training of a study. Everything after the seed is None or empty where the file does not say it.
 
-    scores: per cent, by pose and by name. answers: per cent, by classifier and metric. curve: updates, and the
-    evaluations after them in per cent.
+    scores: per cent, by pose and by name. curve: updates, and the evaluations after them in per cent. progress:
+    updates, and what frozen features were good for after them: per cent by pose, classifier and metric.
     """
 
     study: str
@@ -52,7 +54,7 @@ class Run:
     memory_mib: float | None
     curve: tuple[tuple[float, Mapping[str, float]], ...]
     scores: Mapping[str, Mapping[str, float]]
-    answers: Mapping[str, Mapping[str, float]]
+    progress: tuple[tuple[int, Mapping[str, Answers]], ...]
     source: Source
 
     @property
@@ -60,6 +62,11 @@ class Run:
         """The size in the name of its model, as in baseline_small_patch16_224; empty if there is none."""
         found = re.search(r"_([a-z0-9]+)_patch\d+", self.model)
         return found[1] if found else ""
+
+    def answers(self, pose: str = UPRIGHT, step: int | None = None) -> Answers:
+        """What frozen features are good for in a pose, after so many updates or at the end."""
+        found = [poses for s, poses in self.progress if step in (None, s)]
+        return found[-1].get(pose, {}) if found else {}
 
     def score(self, name: str, pose: str = UPRIGHT) -> float | None:
         """A score in a pose."""
@@ -82,7 +89,7 @@ class Evaluation:
     label: str
     dataset: str
     protocol: str
-    answers: Mapping[str, Mapping[str, float]]
+    answers: Answers
     scores: Mapping[str, Mapping[str, float]]
     source: Source
 
@@ -202,7 +209,7 @@ def _run(record: Entry) -> Run:
         memory_mib=training.number("memory_mib"),
         curve=tuple(_evaluation(entry) for entry in record.entries("curve")),
         scores={entry.text("pose"): _scores(entry) for entry in record.entries("poses")},
-        answers=_answers(record.entry("answers")),
+        progress=tuple(_progress(entry) for entry in record.entries("progress")),
         source=read_source(record.entry("provenance")),
     )
 
@@ -231,6 +238,14 @@ def _answers(entry: Entry) -> dict[str, dict[str, float]]:
         }
         for name in entry.values
     }
+
+
+def _progress(entry: Entry) -> tuple[int, dict[str, Answers]]:
+    """What was found of the teacher after so many updates."""
+    poses: dict[str, Answers] = {
+        pose.text("pose"): _answers(pose.entry("answers")) for pose in entry.entries("poses")
+    }
+    return entry.integer("step"), poses
 
 
 def _evaluation(entry: Entry) -> tuple[float, dict[str, float]]:

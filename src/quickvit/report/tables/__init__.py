@@ -7,7 +7,7 @@ from collections.abc import Callable
 from quickvit.report.results import Results
 from quickvit.report.table import Table
 from quickvit.report.tables.computed import compute_scaling, dihedral_groups, paper_models
-from quickvit.report.tables.frozen import frozen_features, hematology
+from quickvit.report.tables.frozen import frozen_features, hematology, progress
 from quickvit.report.tables.protocols import image_labels, masks, turned_answers
 from quickvit.report.tables.speed import forward_speed, gelu, linear_layers, memory, training_speed
 from quickvit.report.tables.studies import (
@@ -26,7 +26,7 @@ TABLES: dict[str, tuple[Callable[[Results], Table], ...]] = {
     "Compute": (compute_scaling, paper_models, dihedral_groups),
     "Speed and memory": (forward_speed, memory, training_speed, linear_layers, gelu),
     "Accuracy": (
-        *(classification, recipe, slanted, frozen_features, hematology),
+        *(classification, recipe, slanted, frozen_features, hematology, progress),
         *(image_labels, masks, turned_answers),
     ),
     "Ablations": (invariants, lift, depth, initialisation, norm),

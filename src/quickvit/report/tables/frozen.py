@@ -6,13 +6,14 @@ from collections import defaultdict
 from functools import partial
 
 from quickvit.report import paper
-from quickvit.report.results import QUARTER, Results, Run
+from quickvit.report.results import QUARTER, UPRIGHT, Results, Run
 from quickvit.report.table import NOTHING, Column, Table, unique
 from quickvit.report.tables.beside import family_name, quotation
 from quickvit.report.tables.measures import GMACS, Measure, Quote, Shown, headings, row
 from quickvit.report.tables.studies import FAMILIES, study_command
 
 STUDY = "dinov2"
+COMPARED = ("vit", "h8", "i8")
 # The names that a linear classifier and k-NN may have; 20 is the k of DINOv2's and DinoBloom's tables.
 LINEAR, NEIGHBOURS = ("linear", "logistic"), ("knn", "20-NN")
 CLASSIFIERS = ("1-NN", "20-NN", "logistic")
@@ -111,6 +112,44 @@ def hematology(results: Results) -> Table:
     )
 
 
+def progress(results: Results) -> Table:
+    """Frozen features in the course of a training without labels."""
+    runs = [run for run in results.study(STUDY) if run.progress]
+    rows = []
+    for dataset in sorted({run.dataset for run in runs}) or [NOTHING]:
+        for family in [f for f in FAMILIES if f in COMPARED or any(run.name == f for run in runs)]:
+            mine = [run for run in runs if (run.dataset, run.name) == (dataset, family)]
+            for step in sorted({step for run in mine for step, _ in run.progress}) or [0]:
+                names = family_name(family), dataset, str(len(mine)), f"{step:,}"
+                rows += [(*names, c, *row(_scores_after(step, c), mine, {})) for c in CLASSIFIERS]
+    return Table(
+        "progress",
+        "Blood cells in the course of DINOv2",
+        (
+            *map(Column, ("family", "data", "seeds", "updates", "classifier")),
+            *headings(_scores_after(0, CLASSIFIERS[0])),
+        ),
+        tuple(rows),
+        note="Frozen features of the teacher by DinoBloom's protocol: classifiers of upright training images, asked "
+        "of upright test images, and of the same turned by random multiples of 90°.",
+        sources=unique(run.source for run in runs),
+        commands=(COMMANDS[0],),
+    )
+
+
+def _scores_after(step: int, classifier: str) -> list[Shown]:
+    """Each metric after so many updates, upright and turned."""
+
+    def after(run: Run, metric: str, pose: str) -> float | None:
+        return run.answers(pose, step).get(classifier, {}).get(metric)
+
+    return [
+        Measure(f"{word} (%){words}", partial(after, metric=metric, pose=pose), 2)
+        for pose, words in ((UPRIGHT, ""), (QUARTER, ", turned"))
+        for metric, word in METRICS.items()
+    ]
+
+
 def _blood_scores(classifier: str) -> list[Shown]:
     """The columns of a classifier: each metric, ours and the paper's."""
     columns: list[Shown] = []
@@ -123,5 +162,5 @@ def _blood_scores(classifier: str) -> list[Shown]:
 def answer(run: Run, key: str) -> float | None:
     """A score of DinoBloom's protocol, by classifier/metric; an accuracy may come from the upright pose."""
     classifier, metric = key.split("/")
-    found = run.answers.get(classifier, {}).get(metric)
+    found = run.answers().get(classifier, {}).get(metric)
     return run.score(classifier) if found is None and metric == "accuracy" else found
