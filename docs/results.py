@@ -7,23 +7,42 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quickvit.report.claims import judge
+from quickvit.report.figures import FIGURES
 from quickvit.report.results import Results, read_results
-from quickvit.report.table import markdown
+from quickvit.report.rules import RULE
+from quickvit.report.svg import Drawing
+from quickvit.report.table import markdown, plain
 from quickvit.report.tables import TABLES
 
 PAGE = Path(__file__).parent / "results.md"
+PICTURES = Path(__file__).parent / "results"
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 HEAD = """# Results
 
 Written by `python docs/results.py` from the files in `benchmarks/`: no number here was typed in, but for the
-paper's. "not run" is said with the command that would run it. [The report](report.md) has the same tables beside
-figures and the paper's claims; [performance](performance.md) says where the time goes.
+paper's. "not run" is said with the command that would run it. [The report](report.md) has the same tables and more
+figures; [performance](performance.md) says where the time goes.
 """
+CLAIMS = f"""## The paper's claims
+
+{RULE}
+
+| claim | verdict | evidence | paper |
+| :-- | :-- | :-- | :-- |"""
 
 
 def page(results: Results) -> str:
-    """All tables with a number of ours, by chapter."""
-    parts = [HEAD]
+    """The claims, the figures, and all tables with a number of ours by chapter."""
+    parts = [HEAD, CLAIMS]
+    for claim, finding in judge(results):
+        cells = (claim.sentence, finding.verdict, finding.evidence, claim.label)
+        parts.append(f"| {' | '.join(map(plain, cells))} |")
+    parts.append("\n## Figures\n")
+    for drawing in drawings(results):
+        parts.append(f"### {plain(drawing.title)}\n\n{plain(drawing.caption)}\n")
+        parts += [f"![{plain(drawing.title)}]({PICTURES.name}/{name}.svg)" for name in drawing.files]
+        parts.append("")
     for chapter, functions in TABLES.items():
         tables = [table for function in functions if (table := function(results)).ours]
         if tables:
@@ -33,5 +52,22 @@ def page(results: Results) -> str:
     return "\n".join(parts)
 
 
+def drawings(results: Results) -> list[Drawing]:
+    """The figures that show a result."""
+    return [drawing for figure in FIGURES if (drawing := figure(results)).panels]
+
+
+def main() -> None:
+    """Write the page and its figures."""
+    results = read_results(BENCHMARKS)
+    PAGE.write_text(page(results), encoding="utf-8", newline="\n")
+    PICTURES.mkdir(exist_ok=True)
+    for file in PICTURES.glob("*.svg"):
+        file.unlink()
+    for drawing in drawings(results):
+        for name, svg in drawing.files.items():
+            (PICTURES / f"{name}.svg").write_text(f"{svg}\n", encoding="utf-8", newline="\n")
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page(read_results(BENCHMARKS)), encoding="utf-8", newline="\n")
+    main()

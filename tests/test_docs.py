@@ -175,7 +175,10 @@ def test_the_performance_page_says_what_was_measured():
 
 def test_the_results_are_those_of_the_files():
     written = runpy.run_path(str(ROOT / "docs/results.py"))
-    assert written["page"](written["read_results"](ROOT / "benchmarks")) == written["PAGE"].read_text()
+    results = written["read_results"](ROOT / "benchmarks")
+    assert written["page"](results) == written["PAGE"].read_text()
+    drawn = {f"{name}.svg" for drawing in written["drawings"](results) for name in drawing.files}
+    assert {file.name for file in written["PICTURES"].iterdir()} == drawn
 
 
 def test_the_figures_are_what_the_code_draws():

@@ -13,7 +13,7 @@ from quickvit.report.document import document, resource
 from quickvit.report.exploration import Exploration
 from quickvit.report.explorer import explorer_fragment
 from quickvit.report.results import Results
-from quickvit.report.rules import Finding, Verdict
+from quickvit.report.rules import RULE, Finding, Verdict
 from quickvit.report.svg import Drawing
 from quickvit.report.symmetry import EXPLORE
 from quickvit.report.table import LEGEND, NOT_RUN, Table, commands_html, html, sources_html, unique
@@ -68,12 +68,8 @@ def claims_part(findings: Sequence[Judged]) -> Part:
     """Every claim with its verdict."""
     counts = Counter(finding.verdict for _, finding in findings)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
-    rule = (
-        "The verdicts are computed. A difference of two means counts if it is larger than twice its standard error "
-        "over the seeds and than 0.2 points, by which the paper’s own matches differ."
-    )
     items = "".join(_claim(claim, finding) for claim, finding in findings)
-    text = f'<p>Of {len(findings)} claims: {escape(summary)}.</p>\n<p>{rule}</p>\n<ul class="claims">\n{items}</ul>\n'
+    text = f'<p>Of {len(findings)} claims: {escape(summary)}.</p>\n<p>{escape(RULE)}</p>\n<ul class="claims">\n{items}</ul>\n'
     return Part("claims", "Claims", text)
 
 

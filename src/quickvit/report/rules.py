@@ -30,6 +30,10 @@ from quickvit.report.tables.speed import FORWARD, LAYER, LINEAR
 from quickvit.report.tables.studies import blocks
 
 TOLERANCE = 0.2
+RULE = (
+    "The verdicts are computed. A difference of two means counts if it is larger than twice its standard error over "
+    f"the seeds and than {TOLERANCE} points, by which the paper’s own matches differ."
+)
 # Seeds that differ by more make a match worthless, in points.
 MARGIN = 1.0
 # How far computed FLOP ratios may be from the paper's, which count element-wise work too.
