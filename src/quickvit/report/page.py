@@ -69,8 +69,8 @@ def claims_part(findings: Sequence[Judged]) -> Part:
     counts = Counter(finding.verdict for _, finding in findings)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
     items = "".join(_claim(claim, finding) for claim, finding in findings)
-    text = f'<p>Of {len(findings)} claims: {escape(summary)}.</p>\n<p>{escape(RULE)}</p>\n<ul class="claims">\n{items}</ul>\n'
-    return Part("claims", "Claims", text)
+    words = f"<p>Of {len(findings)} claims: {escape(summary)}.</p>\n<p>{escape(RULE)}</p>\n"
+    return Part("claims", "Claims", f'{words}<ul class="claims">\n{items}</ul>\n')
 
 
 def _claim(claim: Claim, finding: Finding) -> str:
