@@ -19,7 +19,7 @@ def test_measurements_can_be_asked_for(piece, arguments):
 
 
 def test_pieces_are_found():
-    assert {"model", "train", "memory", "dinov2"} <= {piece for piece, _ in PIECES}
+    assert {"model", "train_large", "memory", "dinov2_large"} <= {piece for piece, _ in PIECES}
 
 
 @pytest.mark.parametrize("protocol", ["hematology", "knn", "linear", "rotation", "segmentation"])
