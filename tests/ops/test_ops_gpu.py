@@ -34,6 +34,15 @@ def cases(width, heads, tokens, dtype):
     def residual_fused(x, branch, bias, scale, gain, shift):
         return sum(norm.octic_residual_norm(x, branch, gain, shift, 1e-6, layout, bias=bias, scale=scale))
 
+    def attend(qkv, bias):
+        return attention.octic_attention(qkv, heads, qkv_layout, bias)
+
+    # The tokens of two sequences in another division.
+    shapes = ((1, tokens), (tokens, 1))
+
+    def attend_packed(qkv, bias):
+        return attention.octic_attention(qkv.flatten(0, 1), heads, qkv_layout, bias, shapes=shapes)
+
     x = randn(2, tokens, width)
     return {
         "linear": (
@@ -53,8 +62,13 @@ def cases(width, heads, tokens, dtype):
             [x, randn(*x.shape), randn(m), randn(layout.gains), randn(layout.gains), randn(m)],
         ),
         "attention": (
-            lambda q, b: attention.octic_attention(q, heads, qkv_layout, b),
-            lambda q, b: attention.definition(q, heads, qkv_layout, b),
+            attend,
+            plain()(attend),
+            [randn(2, tokens, 3 * width), randn(3 * m)],
+        ),
+        "packed attention": (
+            attend_packed,
+            plain()(attend_packed),
             [randn(2, tokens, 3 * width), randn(3 * m)],
         ),
     }
@@ -68,7 +82,7 @@ def relative(actual, reference):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ["linear", "gelu", "norm", "residual norm", "attention"])
+@pytest.mark.parametrize("name", ["linear", "gelu", "norm", "residual norm", "attention", "packed attention"])
 def test_error_is_at_most_twice_that_of_the_definition(name, shape, dtype):
     torch.manual_seed(0)
     fused, definition, tensors = cases(*shape, dtype)[name]
@@ -94,7 +108,7 @@ def test_error_of_attention_without_gradients(dtype):
     assert ours <= 2 * theirs + 4 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("name", ["linear", "gelu", "norm", "residual norm", "attention"])
+@pytest.mark.parametrize("name", ["linear", "gelu", "norm", "residual norm", "attention", "packed attention"])
 def test_operators_take_strided_input(name):
     fused, _, tensors = cases(1024, 16, 197, torch.bfloat16)[name]
     x, *rest = tensors

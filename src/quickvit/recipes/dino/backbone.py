@@ -9,8 +9,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from quickvit.layers import StandardBlock
-from quickvit.layers.packing import pack, unpack
 from quickvit.models import QuickVisionTransformer, ViT
+from quickvit.ops.packing import pack, unpack
 
 
 class CropEncoder(nn.Module):

@@ -5,10 +5,11 @@ What acts on single tokens takes them all at once. Attention alone must know whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 # The number of sequences in each batch, and their length.
 Shapes = tuple[tuple[int, int], ...]
@@ -27,6 +28,16 @@ def unpack(x: Tensor, shapes: Shapes) -> list[Tensor]:
     return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def each(function: Callable[[Tensor], Tensor], x: Tensor, shapes: Shapes | None) -> Tensor:
-    """The function of each batch, packed again; of x itself if it is not packed."""
-    return function(x) if shapes is None else pack([function(batch) for batch in unpack(x, shapes)])[0]
+def places(shapes: Shapes) -> Iterator[tuple[int, int, int]]:
+    """The first token of each batch that has any, the number of its sequences and their length."""
+    first = 0
+    for number, length in shapes:
+        if number * length:
+            yield first, number, length
+        first += number * length
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
+    """softmax(q kᵀ / √D) v of heads [B, N, H, D], in PyTorch's operator."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout).transpose(1, 2)
