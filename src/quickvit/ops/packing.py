@@ -24,7 +24,8 @@ def pack(batches: Sequence[Tensor]) -> tuple[Tensor, Shapes]:
 
 def unpack(x: Tensor, shapes: Shapes) -> list[Tensor]:
     """The batches as views of the packed tensor."""
-    parts = x.split([number * length for number, length in shapes])
+    # The gradient of a split is a copy, even of one part.
+    parts = x.split([number * length for number, length in shapes]) if len(shapes) > 1 else (x,)
     return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
