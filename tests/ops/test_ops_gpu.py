@@ -174,6 +174,31 @@ def test_compiled_training_under_autocast(mode):
     assert sorted(errors)[len(errors) // 2] < 0.05
 
 
+@pytest.mark.parametrize("width", [256, 320], ids="{} channels".format)
+@pytest.mark.parametrize("mode", ["none", "default", "reduce-overhead"])
+def test_packed_crops_under_autocast(mode, width):
+    """Heads of 64, read from packed channels, and of 80: the gradients of separate passes."""
+    net = model("h8", embed_dim=width, dynamic_img_size=True)
+    crops = [torch.randn(n, 3, s, s, device=DEVICE) for n, s in ((4, 64), (6, 32))]
+    pass_through = net.forward_crops
+    if mode != "none":
+        pass_through = torch.compile(pass_through, fullgraph=True, dynamic=False, mode=mode)
+
+    def gradients(passes):
+        net.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            tokens = passes()
+        sum(x.float().square().mean() for x in tokens).backward()
+        return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        actual = gradients(lambda: pass_through(crops))
+    expected = gradients(lambda: [net.forward_features(x) for x in crops])
+    errors = [relative(a, b.double()) for a, b in zip(actual, expected, strict=True)]
+    assert sorted(errors)[len(errors) // 2] < 0.05
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_invariance_on_the_gpu(dtype):
     net = model("i8").to(dtype).eval()
