@@ -9,8 +9,8 @@ from torch import nn
 from quickvit import QuickVisionTransformer, act_on_image
 from quickvit.group import D2, D8, act_on_tokens
 from quickvit.layers import OcticBlock, StandardBlock, depth, draw_subset
-from quickvit.layers.packing import pack, unpack
 from quickvit.models import create_model
+from quickvit.ops.packing import pack, unpack
 from quickvit.testing import randomize
 
 SHAPES = ((4, 6), (6, 3))

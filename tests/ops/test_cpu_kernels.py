@@ -17,6 +17,7 @@ from quickvit.ops import attention, gelu, linear, mlp, norm, octic_attention, oc
 from quickvit.ops.backend import fused
 from quickvit.ops.cpu import library
 from quickvit.ops.cpu.linear import linear_forward, mlp_forward
+from quickvit.ops.packing import pack, unpack
 
 EPS = 1e-6
 
@@ -131,28 +132,53 @@ def test_residual_norm(batch, tokens, copies, options, number):
 
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize(
-    ("batch", "tokens", "heads", "c"), [(2, 197, 2, 8), (1, 1, 1, 1), (2, 33, 3, 13), (1, 70, 5, 10)]
+    ("shapes", "heads", "c"),
+    [
+        (((2, 197),), 2, 8),
+        (((1, 1),), 1, 1),
+        (((2, 33), (0, 4), (3, 5)), 3, 13),
+        (((1, 20), (1, 70)), 5, 10),
+    ],
 )
-def test_attention(batch, tokens, heads, c, number):
-    width = 8 * c * heads
+def test_attention(shapes, heads, c, number):
+    width, tokens = 8 * c * heads, sum(batch * length for batch, length in shapes)
     layout = Layout(3 * width)
-    qkv, bias, grad = draw(batch, tokens, 3 * width), draw(3 * width // 8), draw(batch, tokens, width)
+    qkv, bias, grad = draw(tokens, 3 * width), draw(3 * width // 8), draw(tokens, width)
 
     def kernel(qkv, bias=None):
-        return octic_attention(qkv, heads, layout, bias)
+        return octic_attention(qkv, heads, layout, bias, shapes=shapes)
 
     def definition(qkv, bias=None):
-        return attention.definition(qkv, heads, layout, bias)
+        return attention.definition(qkv, heads, layout, bias, shapes=shapes)
 
     with threads(number):
         assert_as_exact(kernel, definition, (qkv, bias), (grad,))
         assert_as_exact(kernel, definition, (qkv,), (grad,))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_attention_of_packed_batches_is_that_of_each(dtype):
+    batches, bias = [draw(2, 9, 96).to(dtype), draw(3, 4, 96).to(dtype)], draw(12).to(dtype)
+    packed, shapes = pack(batches)
+    found = unpack(octic_attention(packed, 2, Layout(96), bias, shapes=shapes), shapes)
+    for out, batch in zip(found, batches, strict=True):
+        assert torch.equal(out, octic_attention(batch, 2, Layout(96), bias))
+
+
+def test_gradients_of_packed_attention():
+    """Of the definition, which the kernels are compared with, in float64 against finite differences."""
+    qkv, bias = draw(7, 48).double().requires_grad_(), draw(6).double().requires_grad_()
+
+    def attend(qkv, bias):
+        return octic_attention(qkv, 2, Layout(48), bias, shapes=((1, 3), (2, 2)))
+
+    assert torch.autograd.gradcheck(attend, (qkv, bias))
+
+
 def test_attention_survives_large_logits():
-    qkv = draw(1, 9, 48, scale=60)
-    out = octic_attention(qkv, 1, Layout(48))
-    exact = attention.definition(qkv.double(), 1, Layout(48))
+    qkv, shapes = draw(9, 48, scale=60), ((1, 9),)
+    out = octic_attention(qkv, 1, Layout(48), shapes=shapes)
+    exact = attention.definition(qkv.double(), 1, Layout(48), shapes=shapes)
     torch.testing.assert_close(out, exact.float(), atol=1e-3, rtol=1e-4)
 
 
@@ -261,6 +287,7 @@ def test_strided_gradients():
         (lambda: linear_forward(draw(24, 2).T, draw(4, 3, 3), draw(1, 6, 6), None), "contiguous"),
         (lambda: library.call("gelu_forward", draw(16, 2).T, None, draw(2, 16), 2, 2), "contiguous"),
         (lambda: octic_attention(draw(1, 2, 48), 3, Layout(48)), "do not make 3 heads"),
+        (lambda: octic_attention(draw(5, 48), 2, Layout(48), shapes=((2, 3),)), "do not make the 5 tokens"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, message):
@@ -285,11 +312,11 @@ def test_the_kernels_take_single_precision_and_the_octic_group_alone():
 
 
 def test_dropout_in_attention_takes_the_definition():
-    qkv = draw(1, 50, 48)
+    qkv, options = draw(50, 48), {"shapes": ((1, 20), (3, 10)), "dropout": 0.5}
     torch.manual_seed(0)
-    dropped = octic_attention(qkv, 2, Layout(48), dropout=0.5)
+    dropped = octic_attention(qkv, 2, Layout(48), **options)
     torch.manual_seed(0)
-    assert torch.equal(dropped, attention.definition(qkv, 2, Layout(48), dropout=0.5))
+    assert torch.equal(dropped, attention.definition(qkv, 2, Layout(48), **options))
 
 
 def test_autocast_trains_a_block():
@@ -300,14 +327,15 @@ def test_autocast_trains_a_block():
     assert all(p.grad.isfinite().all() for p in block.parameters())
 
 
-def test_flops_are_those_of_the_definition():
-    block, x = OcticBlock(64, 2).eval(), draw(2, 9, 64)
+@pytest.mark.parametrize("shapes", [((2, 9),), ((1, 8), (5, 2))])
+def test_flops_are_those_of_the_definition(shapes):
+    block, x = OcticBlock(64, 2).eval(), draw(18, 64)
 
     def count() -> int:
         with FlopCounterMode(display=False) as counter:
             with torch.no_grad():
-                block(x)
-            block(x).sum().backward()
+                block(x, shapes=shapes)
+            block(x, shapes=shapes).sum().backward()
         return counter.get_total_flops()
 
     ours = count()
@@ -319,7 +347,7 @@ def test_flops_are_those_of_the_definition():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_operators_are_registered_soundly(monkeypatch):
     monkeypatch.undo()  # opcheck compares what is not written yet
-    x, qkv = draw(6, 16).requires_grad_(), draw(2, 3, 48).requires_grad_()
+    x, qkv = draw(6, 16).requires_grad_(), draw(7, 48).requires_grad_()
     gain, shift, bias = draw(12).requires_grad_(), draw(2).requires_grad_(), draw(2).requires_grad_()
     branch, samples = draw(6, 16).requires_grad_(), draw(3)
     ops, rest = torch.ops.quickvit, (EPS, 0.25, torch.float32)
@@ -328,7 +356,7 @@ def test_operators_are_registered_soundly(monkeypatch):
     opcheck(ops.octic_layer_norm_cpu.default, (x, gain, shift, *rest))
     for options in ((None, None, None), (bias, gain, samples)):
         opcheck(ops.octic_residual_norm_cpu.default, (x, branch, *options, gain, shift, *rest))
-    opcheck(ops.octic_attention_cpu.default, (qkv, draw(6).requires_grad_(), 2))
+    opcheck(ops.octic_attention_cpu.default, (qkv, draw(6).requires_grad_(), 2, [1, 2], [3, 2]))
     weights = draw(4, 3, 2), draw(1, 6, 4)
     opcheck(ops.octic_linear.default, (x, *(w.requires_grad_() for w in weights), None))
     weights = draw(4, 3, 2), draw(1, 6, 4), draw(3), draw(4, 2, 3), draw(1, 4, 6)

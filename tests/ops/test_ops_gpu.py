@@ -34,6 +34,15 @@ def cases(width, heads, tokens, dtype):
     def residual_fused(x, branch, bias, scale, gain, shift):
         return sum(norm.octic_residual_norm(x, branch, gain, shift, 1e-6, layout, bias=bias, scale=scale))
 
+    def attend(qkv, bias):
+        return attention.octic_attention(qkv, heads, qkv_layout, bias)
+
+    # The tokens of two sequences in another division.
+    shapes = ((1, tokens), (tokens, 1))
+
+    def attend_packed(qkv, bias):
+        return attention.octic_attention(qkv.flatten(0, 1), heads, qkv_layout, bias, shapes=shapes)
+
     x = randn(2, tokens, width)
     return {
         "linear": (
@@ -53,8 +62,13 @@ def cases(width, heads, tokens, dtype):
             [x, randn(*x.shape), randn(m), randn(layout.gains), randn(layout.gains), randn(m)],
         ),
         "attention": (
-            lambda q, b: attention.octic_attention(q, heads, qkv_layout, b),
-            lambda q, b: attention.definition(q, heads, qkv_layout, b),
+            attend,
+            plain()(attend),
+            [randn(2, tokens, 3 * width), randn(3 * m)],
+        ),
+        "packed attention": (
+            attend_packed,
+            plain()(attend_packed),
             [randn(2, tokens, 3 * width), randn(3 * m)],
         ),
     }
@@ -68,7 +82,7 @@ def relative(actual, reference):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ["linear", "gelu", "norm", "residual norm", "attention"])
+@pytest.mark.parametrize("name", ["linear", "gelu", "norm", "residual norm", "attention", "packed attention"])
 def test_error_is_at_most_twice_that_of_the_definition(name, shape, dtype):
     torch.manual_seed(0)
     fused, definition, tensors = cases(*shape, dtype)[name]
@@ -94,7 +108,7 @@ def test_error_of_attention_without_gradients(dtype):
     assert ours <= 2 * theirs + 4 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("name", ["linear", "gelu", "norm", "residual norm", "attention"])
+@pytest.mark.parametrize("name", ["linear", "gelu", "norm", "residual norm", "attention", "packed attention"])
 def test_operators_take_strided_input(name):
     fused, _, tensors = cases(1024, 16, 197, torch.bfloat16)[name]
     x, *rest = tensors
@@ -157,6 +171,31 @@ def test_compiled_training_under_autocast(mode):
     with torch.autocast("cuda", torch.bfloat16):
         net(x).float().square().mean().backward()
     errors = [relative(a, p.grad.double()) for a, p in zip(actual, net.parameters(), strict=True)]
+    assert sorted(errors)[len(errors) // 2] < 0.05
+
+
+@pytest.mark.parametrize("width", [256, 320], ids="{} channels".format)
+@pytest.mark.parametrize("mode", ["none", "default", "reduce-overhead"])
+def test_packed_crops_under_autocast(mode, width):
+    """Heads of 64, read from packed channels, and of 80: the gradients of separate passes."""
+    net = model("h8", embed_dim=width, dynamic_img_size=True)
+    crops = [torch.randn(n, 3, s, s, device=DEVICE) for n, s in ((4, 64), (6, 32))]
+    pass_through = net.forward_crops
+    if mode != "none":
+        pass_through = torch.compile(pass_through, fullgraph=True, dynamic=False, mode=mode)
+
+    def gradients(passes):
+        net.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            tokens = passes()
+        sum(x.float().square().mean() for x in tokens).backward()
+        return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        actual = gradients(lambda: pass_through(crops))
+    expected = gradients(lambda: [net.forward_features(x) for x in crops])
+    errors = [relative(a, b.double()) for a, b in zip(actual, expected, strict=True)]
     assert sorted(errors)[len(errors) // 2] < 0.05
 
 

@@ -12,6 +12,9 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
+from quickvit.group import Layout  # noqa: E402
+from quickvit.ops import attention as operators  # noqa: E402
+from quickvit.ops.packing import Shapes, attend, pack, unpack  # noqa: E402
 from quickvit.ops.triton import attention, gelu, heads, norm, weight_gradient, whole_head  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -325,94 +328,103 @@ def test_heads(
     m = head_count * c
     packed = draw(0, tokens, 8 * parts * m, dtype=dtype)
     columns = head_columns(head_count, c, parts)
-    features = heads.to_heads(packed, head_count, parts, None)
-    assert len(features) == parts
-    for feature, column in zip(features, columns, strict=True):
-        assert torch.equal(feature, packed[:, column])
-    assert torch.equal(heads.to_packed(features), packed)
+    # The last token is a batch of its own.
+    shapes = ((1, tokens - 1), (1, 1))
+    features = heads.to_heads(packed, head_count, parts, None, shapes)
+    assert [feature.shape[:2] for feature in features] == [shape for shape in shapes for _ in range(parts)]
+    for i, column in enumerate(columns):
+        assert torch.equal(torch.cat(features[i::parts], dim=1)[0], packed[:, column])
+    assert torch.equal(heads.to_packed(features, parts), packed)
 
     bias = draw(1, parts * m)
     expected = add_invariant(packed.double(), bias.double())
-    for feature, column in zip(heads.to_heads(packed, head_count, parts, bias), columns, strict=True):
+    features = heads.to_heads(packed, head_count, parts, bias, ((tokens, 1),))
+    for feature, column in zip(features, columns, strict=True):
         assert feature.dtype == dtype
-        assert_near(feature, expected[:, column], dtype)
+        assert_near(feature[:, 0], expected[:, column], dtype)
 
 
 def test_heads_of_no_tokens() -> None:
-    features = heads.to_heads(draw(0, 0, 240), 1, 3, None)
-    assert [feature.shape for feature in features] == [(0, 1, 80)] * 3
-    assert heads.to_packed(features).shape == (0, 240)
+    features = heads.to_heads(draw(0, 0, 240), 1, 3, None, ((0, 5),))
+    assert [feature.shape for feature in features] == [(0, 5, 1, 80)] * 3
+    assert heads.to_packed(features, 3).shape == (0, 240)
 
 
 # --- attention
 
 
-def attention_definition(qkv: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    """Packed output and log-sum-exp."""
+def attention_definition(
+    qkv: Tensor, bias: Tensor | None, heads: int, shapes: Shapes
+) -> tuple[Tensor, Tensor]:
+    """Packed output and log-sum-exp, batch by batch."""
     qkv = add_invariant(qkv, bias)
-    m = qkv.shape[2] // 24
-    blocks = qkv.split([3 * m] * 4 + [6 * m] * 2, dim=2)
-    q, k, v = torch.cat([b.unflatten(2, (3, heads, -1)) for b in blocks], dim=-1).permute(2, 0, 3, 1, 4)
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    out = (scores.softmax(-1) @ v).transpose(1, 2)
-    c = m // heads
-    pieces = out.split([c] * 4 + [2 * c] * 2, dim=-1)
-    return torch.cat([p.flatten(2) for p in pieces], dim=-1), scores.logsumexp(-1)
+    m = qkv.shape[1] // 24
+    outs, sums = [], []
+    for batch in unpack(qkv, shapes):
+        blocks = batch.split([3 * m] * 4 + [6 * m] * 2, dim=2)
+        q, k, v = torch.cat([b.unflatten(2, (3, heads, -1)) for b in blocks], dim=-1).permute(2, 0, 3, 1, 4)
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        out = (scores.softmax(-1) @ v).transpose(1, 2)
+        c = m // heads
+        pieces = out.split([c] * 4 + [2 * c] * 2, dim=-1)
+        outs.append(torch.cat([p.flatten(2) for p in pieces], dim=-1))
+        sums.append(scores.logsumexp(-1).flatten())
+    return pack(outs)[0], torch.cat(sums)
 
 
 @pytest.mark.parametrize("dtype", MATRIX_DTYPES)
 @pytest.mark.parametrize(
-    ("batch", "tokens", "heads", "c", "with_bias"),
+    ("shapes", "heads", "c", "with_bias"),
     [
-        (1, 1, 1, 8, True),
-        (2, 7, 2, 8, True),
-        (1, 37, 2, 8, False),
-        (1, 64, 1, 8, True),
-        (1, 197, 1, 8, True),
-        (1, 7, 2, 16, True),
-        (1, 83, 1, 16, False),
+        (((1, 1),), 1, 8, True),
+        (((2, 7), (0, 3), (3, 2)), 2, 8, True),
+        (((1, 37),), 2, 8, False),
+        (((1, 64),), 1, 8, True),
+        (((1, 197), (1, 37)), 1, 8, True),
+        (((1, 3), (1, 7)), 2, 16, True),
+        (((1, 83),), 1, 16, False),
     ],
 )
-def test_attention(batch: int, tokens: int, heads: int, c: int, with_bias: bool, dtype: torch.dtype) -> None:
-    m = heads * c
-    qkv, dout = draw(0, batch, tokens, 24 * m, dtype=dtype), draw(1, batch, tokens, 8 * m, dtype=dtype)
+def test_attention(shapes: Shapes, heads: int, c: int, with_bias: bool, dtype: torch.dtype) -> None:
+    m, tokens = heads * c, sum(number * length for number, length in shapes)
+    qkv, dout = draw(0, tokens, 24 * m, dtype=dtype), draw(1, tokens, 8 * m, dtype=dtype)
     bias = draw(2, 3 * m) if with_bias else None
     qkv64, bias64 = exact(qkv, bias)
-    out64, lse64 = attention_definition(qkv64, bias64, heads)
+    out64, lse64 = attention_definition(qkv64, bias64, heads, shapes)
     out64.backward(dout.double())
 
-    out, lse = attention.attention_forward(qkv, bias, heads)
+    out, lse = attention.attention_forward(qkv, bias, heads, shapes)
     assert out.dtype == dtype
     assert_near(out, out64, dtype, ulps=8 if dtype == torch.float32 else 2)
     if bias is not None:
         seen = bias64.detach().clone()
         seen[m : 2 * m] = 0
-        _, lse64 = attention_definition(qkv64, seen, heads)
+        _, lse64 = attention_definition(qkv64, seen, heads, shapes)
     assert_near(lse, lse64, dtype, ulps=8 if dtype == torch.float32 else 2)
 
-    dqkv = attention.attention_backward(dout, qkv, bias, out, lse, heads)
+    dqkv = attention.attention_backward(dout, qkv, bias, out, lse, heads, shapes)
     assert dqkv.dtype == dtype
     assert_near(dqkv, qkv64.grad, dtype, ulps=32 if dtype == torch.float32 else 4)
     if bias is not None:
-        assert_near(dqkv[..., : 3 * m].double().sum((0, 1)), bias64.grad, dtype, ulps=32)
+        assert_near(dqkv[:, : 3 * m].double().sum(0), bias64.grad, dtype, ulps=32)
 
 
 def test_attention_where_padding_would_overflow() -> None:
     """Scores near -380 and b_q · k beyond the range of exp: rows past the end must still weigh nothing."""
     tokens, c = 7, 8
-    qkv, dout = draw(0, 1, tokens, 24 * c), draw(1, 1, tokens, 8 * c, dtype=torch.float16)
+    qkv, dout, shapes = draw(0, tokens, 24 * c), draw(1, tokens, 8 * c, dtype=torch.float16), ((1, tokens),)
     bias = torch.zeros(3 * c, device=DEVICE)
-    for block in qkv.split([3 * c] * 4 + [6 * c] * 2, dim=2):
-        part = block.shape[2] // 3
+    for block in qkv.split([3 * c] * 4 + [6 * c] * 2, dim=1):
+        part = block.shape[1] // 3
         block[..., :part] += 6
         block[..., part : 2 * part] -= 10
     bias[:c] = -10
     qkv = qkv.half()
     qkv64, bias64 = exact(qkv, bias)
-    out64, lse64 = attention_definition(qkv64, bias64, 1)
+    out64, lse64 = attention_definition(qkv64, bias64, 1, shapes)
     out64.backward(dout.double())
-    out, lse = attention.attention_forward(qkv, bias, 1)
-    dqkv = attention.attention_backward(dout, qkv, bias, out, lse, 1)
+    out, lse = attention.attention_forward(qkv, bias, 1, shapes)
+    dqkv = attention.attention_backward(dout, qkv, bias, out, lse, 1, shapes)
     assert lse.max() < -100
     for actual, expected in ((out, out64), (lse, lse64), (dqkv, qkv64.grad)):
         assert_near(actual, expected, torch.float16, ulps=8)
@@ -422,7 +434,7 @@ def test_attention_where_padding_would_overflow() -> None:
 def test_tile_pads_least(tiles: attention.Tiles) -> None:
     for dim, choice in tiles.items():
         for rows in (1, 64, 196, 197, 257, 1025):
-            programs, meta = attention._tile("", tiles, dim, draw(0, 1, rows, 1))
+            programs, meta = attention._tile("", tiles, dim, rows, torch.device(DEVICE))
             assert programs * meta["BLOCK"] == min(triton.cdiv(rows, tile[0]) * tile[0] for tile in choice)
             rest = rows % meta["STEP"]
             assert rest <= meta["TAIL"] < 2 * max(rest, 9)
@@ -430,22 +442,26 @@ def test_tile_pads_least(tiles: attention.Tiles) -> None:
 
 def test_attention_rejects_other_head_sizes() -> None:
     with pytest.raises(ValueError, match="size 80, expected one of 64, 128"):
-        attention.attention_forward(draw(0, 1, 1, 240), None, 1)
+        attention.attention_forward(draw(0, 1, 240), None, 1, ((1, 1),))
 
 
 @pytest.mark.parametrize("dtype", MATRIX_DTYPES)
 @pytest.mark.parametrize(
-    ("batch", "tokens", "heads", "with_bias"),
-    [(2, 1, 2, True), (1, 17, 3, True), (1, 64, 1, False), (2, 83, 1, False), (1, 257, 1, True)],
+    ("shapes", "heads", "with_bias"),
+    [
+        (((2, 1),), 2, True),
+        (((1, 17), (2, 5)), 3, True),
+        (((1, 64),), 1, False),
+        (((2, 83), (1, 0), (1, 7)), 1, False),
+        (((1, 257),), 1, True),
+    ],
 )
-def test_attention_of_whole_heads(
-    batch: int, tokens: int, heads: int, with_bias: bool, dtype: torch.dtype
-) -> None:
-    m = 10 * heads
-    assert whole_head.takes(tokens, 80)
-    qkv, bias = draw(0, batch, tokens, 24 * m, dtype=dtype), draw(2, 3 * m) if with_bias else None
-    expected, _ = attention_definition(*exact(qkv, bias), heads)
-    out = whole_head.attention_whole_head(qkv, bias, heads)
+def test_attention_of_whole_heads(shapes: Shapes, heads: int, with_bias: bool, dtype: torch.dtype) -> None:
+    m, tokens = 10 * heads, sum(number * length for number, length in shapes)
+    assert whole_head.takes(max(length for _, length in shapes), 80)
+    qkv, bias = draw(0, tokens, 24 * m, dtype=dtype), draw(2, 3 * m) if with_bias else None
+    expected, _ = attention_definition(*exact(qkv, bias), heads, shapes)
+    out = whole_head.attention_whole_head(qkv, bias, heads, shapes)
     assert out.dtype == dtype
     assert_near(out, expected, dtype, ulps=8 if dtype == torch.float32 else 2)
 
@@ -453,7 +469,29 @@ def test_attention_of_whole_heads(
 def test_attention_of_whole_heads_has_its_limits() -> None:
     assert not whole_head.takes(257, 104)
     assert not whole_head.takes(whole_head.MAX_TOKENS + 1, 80)
-    assert whole_head.attention_whole_head(draw(0, 0, 5, 240), None, 1).shape == (0, 5, 80)
+    assert whole_head.attention_whole_head(draw(0, 0, 240), None, 1, ((0, 5),)).shape == (0, 80)
+
+
+def test_batches_pass_through_heads_and_back() -> None:
+    """The operators around `scaled_dot_product_attention`, which take and give the batches apart: their gradients."""
+    shapes, heads, layout = ((2, 5), (3, 2)), 2, Layout(480)
+    qkv, bias, dout = draw(0, 16, 480), draw(1, 60), draw(2, 16, 160)
+
+    def through_heads(qkv: Tensor, bias: Tensor) -> Tensor:
+        numbers, lengths = ([*sizes] for sizes in zip(*shapes, strict=True))
+        features = operators._split_heads(qkv, bias, heads, numbers, lengths)
+        return operators._merge_heads([attend(*features[:3]), attend(*features[3:])])
+
+    def definition(qkv: Tensor, bias: Tensor) -> Tensor:
+        return operators.definition(qkv, heads, layout, bias, shapes=shapes)
+
+    results = []
+    for function, tensors in ((through_heads, (qkv, bias)), (definition, exact(qkv, bias))):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out = function(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))])
+    for actual, expected in zip(*results, strict=True):
+        assert_near(actual, expected, torch.float32, ulps=16)
 
 
 # --- weight gradient

@@ -257,9 +257,16 @@ def test_hidden_patches_come_first_and_the_rest_weighs_nothing():
     assert hidden.rows[:3].tolist() == [1, 2, 6]
     assert hidden.counted.tolist() == [True] * 3 + [False] * 2
     assert hidden.weights.tolist() == [0.5, 0.5, 1.0, 0.0, 0.0]
-    tokens = torch.arange(3 * 4).view(3, 4, 1)
-    # Each view has a class token before its patches.
-    assert hidden.of(tokens)[:3].flatten().tolist() == [2, 3, 9]
+    for prefix in (1, 3):
+        # Each view has a class token, and perhaps registers, before its patches.
+        tokens = torch.arange(3.0 * (prefix + 3)).view(3, prefix + 3, 1).requires_grad_()
+        classes, patches = hidden.of(tokens)
+        assert classes.tolist() == tokens[:, 0].tolist()
+        assert torch.equal(patches[:3], tokens[:, prefix:][masks])
+        (grad,) = torch.autograd.grad((classes.sum() + (patches[:, 0] * hidden.counted).sum()), tokens)
+        assert torch.equal(grad[:, prefix:, 0].bool(), masks)
+        assert (grad[:, 0] == 1).all()
+        assert not grad[:, 1:prefix].any()
 
 
 @pytest.mark.parametrize("model", ["quickvit_i8_tiny_patch16_224", "baseline_tiny_patch16_224"])

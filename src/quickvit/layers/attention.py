@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from quickvit.group import D8, DihedralGroup
 from quickvit.layers.dropout import OcticDropout
 from quickvit.layers.linear import OcticLinear
-from quickvit.layers.packing import Shapes, each
 from quickvit.ops import octic_attention
+from quickvit.ops.packing import Shapes
 
 
 class OcticAttention(nn.Module):
@@ -52,8 +52,4 @@ class OcticAttention(nn.Module):
     def _heads(self, x: Tensor, shapes: Shapes | None) -> Tensor:
         qkv, bias = self.qkv.deferred(x)
         dropout = self.attn_drop if self.training else 0.0
-
-        def attend(qkv: Tensor) -> Tensor:
-            return octic_attention(qkv, self.num_heads, self.qkv.out_layout, bias, dropout=dropout)
-
-        return each(attend, qkv, shapes)
+        return octic_attention(qkv, self.num_heads, self.qkv.out_layout, bias, shapes=shapes, dropout=dropout)

@@ -11,8 +11,8 @@ from quickvit.layers.attention import OcticAttention
 from quickvit.layers.depth import Subset, draw_subset, sample_scale
 from quickvit.layers.mlp import OcticMlp
 from quickvit.layers.norm import OcticLayerNorm, OcticLayerScale
-from quickvit.layers.packing import Shapes
 from quickvit.ops.norm import residual
+from quickvit.ops.packing import Shapes
 
 
 class Pending(NamedTuple):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quickvit.layers.packing import Shapes
+from quickvit.ops.packing import Shapes
 
 
 def sample_scale(x: Tensor, drop_path: float, training: bool, shapes: Shapes | None = None) -> Tensor | None:

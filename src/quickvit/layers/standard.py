@@ -7,10 +7,9 @@ from collections.abc import Callable
 from timm.layers import Attention
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
-from torch.nn import functional
 
 from quickvit.layers.depth import draw_subset, sample_scale
-from quickvit.layers.packing import Shapes, each
+from quickvit.ops.packing import Shapes, attend, pack, unpack
 
 
 class StandardBlock(Block):
@@ -61,15 +60,17 @@ class StandardBlock(Block):
     def _attend(self, x: Tensor, shapes: Shapes | None) -> Tensor:
         """Attention, its products of all packed tokens at once."""
         attn = self.attn
-        if shapes is None or type(attn) is not Attention or attn.gate is not None:
-            return each(attn, x, shapes)
+        if shapes is None:
+            return attn(x)
+        if type(attn) is not Attention or attn.gate is not None:
+            return pack([attn(batch) for batch in unpack(x, shapes)])[0]
         dropout = attn.attn_drop.p if self.training else 0.0
 
         def heads(qkv: Tensor) -> Tensor:
-            q, k, v = qkv.unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
-            out = functional.scaled_dot_product_attention(
-                attn.q_norm(q), attn.k_norm(k), v, dropout_p=dropout
-            )
-            return out.transpose(1, 2).flatten(2)
+            # Unpacked by iteration: of that a compiled graph writes the gradient once, of unbind twice.
+            q, k, v = qkv.permute(2, 0, 1, 3, 4)
+            return attend(attn.q_norm(q), attn.k_norm(k), v, dropout=dropout)
 
-        return attn.proj_drop(attn.proj(attn.norm(each(heads, attn.qkv(x), shapes))))
+        qkv = attn.qkv(x).unflatten(-1, (3, attn.num_heads, -1))
+        out, _ = pack([heads(batch) for batch in unpack(qkv, shapes)])
+        return attn.proj_drop(attn.proj(attn.norm(out.flatten(1))))

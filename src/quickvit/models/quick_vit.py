@@ -31,7 +31,7 @@ from quickvit.layers import (
     StandardBlock,
 )
 from quickvit.layers.linear import STANDARD_STD
-from quickvit.layers.packing import Shapes, pack, unpack
+from quickvit.ops.packing import Shapes, pack, unpack
 
 POOLS = ("token", "avg", "")
 _layer_norm: Any = partial(LayerNorm, eps=1e-6)

@@ -3,48 +3,70 @@
 qkv [B, N, 3C] is the packed result of an octic linear map; in each of its blocks the channels run over
 (q k v, head, channel). A head of size D = C/H collects its channels of all blocks, so that every head holds a
 multiple of ρ_iso and its logits are invariant.
+
+Sequences of several lengths come packed too, see `packing`. Operators read and write tokens [T, ...] and are told
+the shapes as two lists: each batch has its place in the one result, and in the one gradient, and nothing is copied.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 from quickvit.group import D8, Layout
 from quickvit.ops.backend import fused, needs_grad
 from quickvit.ops.operator import fused_operator, kernels
+from quickvit.ops.packing import Shapes, attend, pack, unpack
 
 
 def octic_attention(
-    qkv: Tensor, heads: int, layout: Layout, bias: Tensor | None = None, *, dropout: float = 0.0
+    qkv: Tensor,
+    heads: int,
+    layout: Layout,
+    bias: Tensor | None = None,
+    *,
+    shapes: Shapes | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """softmax(q kᵀ / √D) v for every head, [B, N, 3C] → [B, N, C]; `bias` [3C/|G|] is added to A1 first.
 
-    `layout` is that of qkv.
+    `layout` is that of qkv. Packed sequences [T, 3C] → [T, C] come with their `shapes`.
     """
+    if shapes is None:
+        batch = qkv.shape[0], qkv.shape[1]
+        flat = octic_attention(qkv.flatten(0, 1), heads, layout, bias, shapes=(batch,), dropout=dropout)
+        return flat.unflatten(0, batch)
+    if sum(number * length for number, length in shapes) != qkv.shape[0]:
+        raise ValueError(f"sequences of shapes {shapes} do not make the {qkv.shape[0]} tokens that there are")
     if not fused(qkv, layout.group) or (dropout and qkv.is_cpu):
-        return definition(qkv, heads, layout, bias, dropout=dropout)
+        return definition(qkv, heads, layout, bias, shapes=shapes, dropout=dropout)
+    numbers, lengths = ([*sizes] for sizes in zip(*shapes, strict=True))
     if not dropout and _reads_packed(qkv, heads):
-        return _attention(qkv, bias, heads)[0]
-    if not dropout and _fits_whole_heads(qkv, bias, heads):
-        return _whole_heads(qkv, bias, heads)
-    q, k, v = (t.transpose(1, 2) for t in _split_heads(qkv, bias, heads))
-    out = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-    return _merge_heads(out.transpose(1, 2))
+        return _attention(qkv, bias, heads, numbers, lengths)[0]
+    if not dropout and _fits_whole_heads(qkv, bias, heads, max(lengths)):
+        return _whole_heads(qkv, bias, heads, numbers, lengths)
+    features = _split_heads(qkv, bias, heads, numbers, lengths)
+    batches = zip(features[::3], features[1::3], features[2::3], strict=True)
+    return _merge_heads([attend(q, k, v, dropout=dropout) for q, k, v in batches])
 
 
 def definition(
-    qkv: Tensor, heads: int, layout: Layout, bias: Tensor | None = None, *, dropout: float = 0.0
+    qkv: Tensor,
+    heads: int,
+    layout: Layout,
+    bias: Tensor | None = None,
+    *,
+    shapes: Shapes,
+    dropout: float = 0.0,
 ) -> Tensor:
     """The same with `scaled_dot_product_attention`, the channels copied into heads and back."""
     blocks = qkv.split([block.width for block in layout.blocks], dim=-1)
     pieces = [block.unflatten(-1, (3, heads, -1)) for block in blocks]
     if bias is not None:
         pieces[0] = pieces[0] + bias.unflatten(0, (3, heads, -1))
-    q, k, v = torch.cat(pieces, dim=-1).permute(2, 0, 3, 1, 4)
-    out = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout).transpose(1, 2)
+    batches = unpack(torch.cat(pieces, dim=-1), shapes)
+    out, _ = pack([attend(*batch.permute(2, 0, 1, 3, 4), dropout=dropout) for batch in batches])
     parts = out.split([piece.shape[-1] for piece in pieces], dim=-1)
     return torch.cat([part.flatten(-2) for part in parts], dim=-1)
 
@@ -56,145 +78,180 @@ def _reads_packed(qkv: Tensor, heads: int) -> bool:
     return qkv.element_size() == 2 and qkv.shape[-1] // (3 * D8.order * heads) in (8, 16)
 
 
-def _fits_whole_heads(qkv: Tensor, bias: Tensor | None, heads: int) -> bool:
+def _fits_whole_heads(qkv: Tensor, bias: Tensor | None, heads: int, longest: int) -> bool:
     """Whether the kernel that keeps a head's keys and values takes these; it has no gradient."""
     from quickvit.ops.triton.whole_head import takes
 
-    dim = qkv.shape[2] // (3 * heads)
-    return qkv.element_size() == 2 and not needs_grad(qkv, bias) and takes(qkv.shape[1], dim)
+    dim = qkv.shape[-1] // (3 * heads)
+    return qkv.element_size() == 2 and not needs_grad(qkv, bias) and takes(longest, dim)
 
 
 @torch.library.triton_op("quickvit::octic_whole_heads", mutates_args=())
-def _whole_heads(qkv: Tensor, bias: Tensor | None, heads: int) -> Tensor:
+def _whole_heads(
+    qkv: Tensor, bias: Tensor | None, heads: int, numbers: list[int], lengths: list[int]
+) -> Tensor:
     from quickvit.ops.triton.whole_head import attention_whole_head
 
-    return attention_whole_head(qkv.contiguous(), bias, heads)
+    return attention_whole_head(qkv.contiguous(), bias, heads, _shapes(numbers, lengths))
 
 
 @torch.library.triton_op("quickvit::octic_split_heads", mutates_args=())
-def _split_heads(qkv: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split_heads(
+    qkv: Tensor, bias: Tensor | None, heads: int, numbers: list[int], lengths: list[int]
+) -> list[Tensor]:
+    """q, k and v [B, N, H, D] of each batch in turn."""
     from quickvit.ops.triton.heads import to_heads
 
-    q, k, v = to_heads(qkv.contiguous().flatten(0, 1), heads, 3, bias)
-    return tuple(t.unflatten(0, qkv.shape[:2]) for t in (q, k, v))
+    return to_heads(qkv.contiguous(), heads, 3, bias, _shapes(numbers, lengths))
 
 
 @_split_heads.register_fake
-def _(qkv, bias, heads):
-    shape = (*qkv.shape[:2], heads, qkv.shape[2] // (3 * heads))
-    return qkv.new_empty(shape), qkv.new_empty(shape), qkv.new_empty(shape)
+def _(qkv, bias, heads, numbers, lengths):
+    return _fake_heads(qkv, heads, 3, numbers, lengths)
 
 
 @torch.library.triton_op("quickvit::octic_split_heads_grad", mutates_args=())
-def _split_heads_grad(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _split_heads_grad(features: list[Tensor]) -> Tensor:
     from quickvit.ops.triton.heads import to_packed
 
-    return to_packed([t.contiguous().flatten(0, 1) for t in (q, k, v)]).unflatten(0, q.shape[:2])
+    return to_packed([x.contiguous() for x in features], 3)
 
 
 @_split_heads_grad.register_fake
-def _(q, k, v):
-    return q.new_empty(*q.shape[:2], 3 * q.shape[2] * q.shape[3])
+def _(features):
+    return _fake_packed(features, 3)
 
 
 def _split_setup(ctx, inputs, output):
-    _, bias, _ = inputs
+    _, bias, *_ = inputs
     ctx.bias_width = None if bias is None else bias.shape[0]
 
 
-def _split_backward(ctx, q, k, v):
-    grad = _split_heads_grad(q, k, v)
-    return grad, None if ctx.bias_width is None else grad[..., : ctx.bias_width].sum((0, 1)), None
+def _split_backward(ctx, features):
+    grad = _split_heads_grad(features)
+    return grad, None if ctx.bias_width is None else grad[:, : ctx.bias_width].sum(0), None, None, None
 
 
 _split_heads.register_autograd(_split_backward, setup_context=_split_setup)
 
 
 @torch.library.triton_op("quickvit::octic_merge_heads", mutates_args=())
-def _merge_heads(x: Tensor) -> Tensor:
+def _merge_heads(features: list[Tensor]) -> Tensor:
+    """The results [B, N, H, D] of all batches as packed channels."""
     from quickvit.ops.triton.heads import to_packed
 
-    return to_packed([x.contiguous().flatten(0, 1)]).unflatten(0, x.shape[:2])
+    return to_packed([x.contiguous() for x in features], 1)
 
 
 @_merge_heads.register_fake
-def _(x):
-    return x.new_empty(*x.shape[:2], x.shape[2] * x.shape[3])
+def _(features):
+    return _fake_packed(features, 1)
 
 
 @torch.library.triton_op("quickvit::octic_merge_heads_grad", mutates_args=())
-def _merge_heads_grad(grad: Tensor, heads: int) -> Tensor:
+def _merge_heads_grad(grad: Tensor, heads: int, numbers: list[int], lengths: list[int]) -> list[Tensor]:
     from quickvit.ops.triton.heads import to_heads
 
-    return to_heads(grad.contiguous().flatten(0, 1), heads, 1, None)[0].unflatten(0, grad.shape[:2])
+    return to_heads(grad.contiguous(), heads, 1, None, _shapes(numbers, lengths))
 
 
 @_merge_heads_grad.register_fake
-def _(grad, heads):
-    return grad.new_empty(*grad.shape[:2], heads, grad.shape[2] // heads)
+def _(grad, heads, numbers, lengths):
+    return _fake_heads(grad, heads, 1, numbers, lengths)
 
 
 def _merge_setup(ctx, inputs, output):
-    ctx.heads = inputs[0].shape[2]
+    (features,) = inputs
+    ctx.heads = features[0].shape[2]
+    ctx.numbers, ctx.lengths = [x.shape[0] for x in features], [x.shape[1] for x in features]
 
 
 def _merge_backward(ctx, grad):
-    return _merge_heads_grad(grad, ctx.heads)
+    return _merge_heads_grad(grad, ctx.heads, ctx.numbers, ctx.lengths)
 
 
 _merge_heads.register_autograd(_merge_backward, setup_context=_merge_setup)
 
 
 @fused_operator("octic_attention")
-def _attention(qkv: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    return kernels(qkv, "attention").attention_forward(qkv.contiguous(), bias, heads)
+def _attention(
+    qkv: Tensor, bias: Tensor | None, heads: int, numbers: list[int], lengths: list[int]
+) -> tuple[Tensor, Tensor]:
+    shapes = _shapes(numbers, lengths)
+    return kernels(qkv, "attention").attention_forward(qkv.contiguous(), bias, heads, shapes)
 
 
 @_attention.register_fake
-def _(qkv, bias, heads):
-    batch, tokens, channels = qkv.shape
-    lse = qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
-    return qkv.new_empty(batch, tokens, channels // 3), lse
+def _(qkv, bias, heads, numbers, lengths):
+    tokens, channels = qkv.shape
+    lse = qkv.new_empty(tokens * heads, dtype=torch.float32)
+    return qkv.new_empty(tokens, channels // 3), lse
 
 
 @fused_operator("octic_attention_grad")
 def _attention_grad(
-    grad: Tensor, qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, heads: int
+    grad: Tensor,
+    qkv: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    heads: int,
+    numbers: list[int],
+    lengths: list[int],
 ) -> Tensor:
+    shapes = _shapes(numbers, lengths)
     return kernels(qkv, "attention").attention_backward(
-        grad.contiguous(), qkv.contiguous(), bias, out, lse, heads
+        grad.contiguous(), qkv.contiguous(), bias, out, lse, heads, shapes
     )
 
 
 @_attention_grad.register_fake
-def _(grad, qkv, bias, out, lse, heads):
+def _(grad, qkv, bias, out, lse, heads, numbers, lengths):
     return qkv.new_empty(qkv.shape)
 
 
 def _setup(ctx, inputs, output):
-    qkv, bias, ctx.heads = inputs
+    qkv, bias, *ctx.sizes = inputs
     ctx.save_for_backward(qkv, bias, *output)
 
 
 def _backward(ctx, grad, _):
     qkv, bias, out, lse = ctx.saved_tensors
-    grad_qkv = _attention_grad(grad, qkv, bias, out, lse, ctx.heads)
-    return grad_qkv, None if bias is None else grad_qkv[..., : bias.shape[0]].sum((0, 1)), None
+    grad_qkv = _attention_grad(grad, qkv, bias, out, lse, *ctx.sizes)
+    return grad_qkv, None if bias is None else grad_qkv[:, : bias.shape[0]].sum(0), None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_setup)
+
+
+def _shapes(numbers: list[int], lengths: list[int]) -> Shapes:
+    return tuple(zip(numbers, lengths, strict=True))
+
+
+def _fake_heads(packed, heads, parts, numbers, lengths):
+    dim = packed.shape[1] // (parts * heads)
+    shapes = _shapes(numbers, lengths)
+    return [packed.new_empty(*shape, heads, dim) for shape in shapes for _ in range(parts)]
+
+
+def _fake_packed(features, parts):
+    tokens = sum(x.shape[0] * x.shape[1] for x in features) // parts
+    return features[0].new_empty(tokens, parts * features[0].shape[2] * features[0].shape[3])
 
 
 _ops = torch.ops.quickvit
 
 
 @register_flop_formula([_ops.octic_attention, _ops.octic_attention_cpu, _ops.octic_whole_heads])
-def _attention_flops(qkv, *_, **__):
-    batch, tokens, channels = qkv
-    return 4 * batch * tokens**2 * (channels // 3)
+def _attention_flops(qkv, bias, heads, numbers, lengths, **__):
+    return 4 * _pairs(numbers, lengths) * (qkv[1] // 3)
 
 
 @register_flop_formula([_ops.octic_attention_grad, _ops.octic_attention_grad_cpu])
-def _attention_grad_flops(grad, *_, **__):
-    batch, tokens, channels = grad
-    return 10 * batch * tokens**2 * channels
+def _attention_grad_flops(grad, qkv, bias, out, lse, heads, numbers, lengths, **__):
+    return 10 * _pairs(numbers, lengths) * grad[1]
+
+
+def _pairs(numbers: list[int], lengths: list[int]) -> int:
+    """Pairs of a query and a key."""
+    return sum(number * length**2 for number, length in _shapes(numbers, lengths))

@@ -441,9 +441,8 @@ class Dinov2(Recipe):
         hidden = HiddenPatches(masks, images // self.masking.group * self.masking.most, self.dtype)
 
         with torch.no_grad():
-            tokens = self._encode("teacher", [global_views])[0]
-            teacher_classes = tokens[:, 0]
-            logits = self._compare("teacher_head", teacher_classes, hidden.of(tokens))
+            teacher_classes, patches = hidden.of(*self.modules["teacher"]([global_views]))
+            logits = self._compare("teacher_head", teacher_classes, patches)
             temperature = self._temperature(step)
             class_targets = targets(logits[0], "class", temperature, self.world)
             patch_targets = targets(logits[1], "patch", temperature, self.world, hidden.counted)
@@ -453,9 +452,9 @@ class Dinov2(Recipe):
         crops = [global_views]
         if config.local_views:
             crops.append(batch.local_views.flatten(0, 1).to(self.dtype))
-        tokens, *local_tokens = self._encode("student", crops, masks)
-        classes, local_classes = tokens[:, 0], [tokens[:, 0] for tokens in local_tokens]
-        logits = self._compare("student_head", classes, hidden.of(tokens), *local_classes)
+        tokens, *local_tokens = self.modules["student"](crops, masks)
+        classes, patches = hidden.of(tokens)
+        logits = self._compare("student_head", classes, patches, *(tokens[:, 0] for tokens in local_tokens))
         global_logits = logits[0].unflatten(0, (images, views))
         local_logits = logits[2].unflatten(0, (images, -1)) if config.local_views else global_logits[:, :0]
 
@@ -473,16 +472,6 @@ class Dinov2(Recipe):
             **targets.numbers(step),
         }
         return loss, {"dino": dino, "ibot": ibot, "koleo": koleo, **self._watched}
-
-    def _encode(self, name: str, crops: list[Tensor], masks: Tensor | None = None) -> list[Tensor]:
-        """Crops through a backbone: the tokens of each batch of them, class token first, then patches."""
-        encoder = bare(self.modules[name])
-        assert isinstance(encoder, CropEncoder)
-        prefix = encoder.prefix
-        found: list[Tensor] = self.modules[name](crops, masks)
-        return [
-            torch.cat([tokens[:, :1], tokens[:, prefix:]], 1) if prefix > 1 else tokens for tokens in found
-        ]
 
     def _compare(self, name: str, *tokens: Tensor) -> tuple[Tensor, ...]:
         """Several lists of tokens through a head, at once."""
@@ -539,7 +528,9 @@ class Dinov2(Recipe):
 
     def _vectors(self, images: Tensor) -> Tensor:
         """The teacher's class tokens."""
-        return self._encode("teacher", [images.to(self.dtype)])[0][:, 0]
+        tokens: Tensor
+        (tokens,) = self.modules["teacher"]([images.to(self.dtype)])
+        return tokens[:, 0]
 
     def _labelled(self) -> Splits | None:
         """Data with classes: what was asked for, or the training data if it has them."""

@@ -36,7 +36,6 @@ def test_each_batch_of_crops_is_what_the_model_makes_of_it(name, images):
     assert [tuple(tokens.shape) for tokens in found] == [(3, 3 + 16, 32), (5, 3 + 4, 32)]
     for tokens, crops in zip(found, images, strict=True):
         torch.testing.assert_close(tokens, model.vit.forward_features(crops))
-    assert model.prefix == 3
 
 
 @pytest.mark.parametrize("name", ["h8", "timm"])

@@ -6,57 +6,62 @@ import torch
 from torch import Tensor
 
 from quickvit.ops.cpu.library import call, checked, scratch
+from quickvit.ops.packing import Shapes, places
 
 
-def attention_forward(qkv: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    """Attention over packed qkv[B, N, 3C] with the A1 bias[3C/8] of q, k, v.
+def attention_forward(qkv: Tensor, bias: Tensor | None, heads: int, shapes: Shapes) -> tuple[Tensor, Tensor]:
+    """Attention over packed qkv[T, 3C] with the A1 bias[3C/8] of q, k, v, in sequences of these shapes.
 
-    Returns o[B, N, C], packed, and the log-sum-exp of the scaled scores in base 2, lse[B, H, N].
+    Returns o[T, C], packed, and the log-sum-exp of the scaled scores in base 2, lse[T H], of each batch [B, H, N].
     """
-    images, tokens, channels = qkv.shape
+    tokens, channels = qkv.shape
     c = _copies_per_head(channels, heads)
-    out, lse = qkv.new_empty(images, tokens, channels // 3), qkv.new_empty(images, heads, tokens)
-    memory, threads = scratch("attention_scratch", tokens, c)
-    call(
-        "attention_forward",
-        qkv,
-        checked(bias, channels // 8),
-        out,
-        lse,
-        memory,
-        images,
-        tokens,
-        heads,
-        c,
-        threads=threads,
-    )
+    bias = checked(bias, channels // 8)
+    out, lse = qkv.new_empty(tokens, channels // 3), qkv.new_empty(tokens * heads)
+    for first, number, length in places(shapes):
+        memory, threads = scratch("attention_scratch", length, c)
+        call(
+            "attention_forward",
+            qkv[first:],
+            bias,
+            out[first:],
+            lse[first * heads :],
+            memory,
+            number,
+            length,
+            heads,
+            c,
+            threads=threads,
+        )
     return out, lse
 
 
 def attention_backward(
-    dout: Tensor, qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, heads: int
+    dout: Tensor, qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, heads: int, shapes: Shapes
 ) -> Tensor:
-    """Gradient dqkv[B, N, 3C] of `attention_forward`, packed; the bias's is the sum of its A1 columns."""
-    images, tokens, channels = qkv.shape
+    """Gradient dqkv[T, 3C] of `attention_forward`, packed; the bias's is the sum of its A1 columns."""
+    tokens, channels = qkv.shape
     c = _copies_per_head(channels, heads)
-    shape = (images, tokens, channels // 3)
+    dout, out = checked(dout, tokens, channels // 3), checked(out, tokens, channels // 3)
+    bias, lse = checked(bias, channels // 8), checked(lse, tokens * heads)
     dqkv = torch.empty_like(qkv)
-    memory, threads = scratch("attention_grad_scratch", tokens, c)
-    call(
-        "attention_backward",
-        checked(dout, *shape),
-        qkv,
-        checked(bias, channels // 8),
-        checked(out, *shape),
-        checked(lse, images, heads, tokens),
-        dqkv,
-        memory,
-        images,
-        tokens,
-        heads,
-        c,
-        threads=threads,
-    )
+    for first, number, length in places(shapes):
+        memory, threads = scratch("attention_grad_scratch", length, c)
+        call(
+            "attention_backward",
+            dout[first:],
+            qkv[first:],
+            bias,
+            out[first:],
+            lse[first * heads :],
+            dqkv[first:],
+            memory,
+            number,
+            length,
+            heads,
+            c,
+            threads=threads,
+        )
     return dqkv
 
 

@@ -17,6 +17,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -69,6 +70,10 @@ def scratch(name: str, *arguments: int) -> tuple[Tensor, int]:
     return memory, threads
 
 
+@overload
+def checked(tensor: Tensor, *shape: int) -> Tensor: ...
+@overload
+def checked(tensor: Tensor | None, *shape: int) -> Tensor | None: ...
 def checked(tensor: Tensor | None, *shape: int) -> Tensor | None:
     """The tensor as kernels read it, contiguous in single precision; a ValueError for another shape."""
     if tensor is None:

@@ -2,10 +2,14 @@
 
     o_i = Σ_j softmax_j(q_i · k_j / √D) v_j
 
-qkv[B, N, 3C] is the packed output of an octic linear map C → 3C, with c = C/8/H for H heads: the blocks A1,
+qkv[T, 3C] is the packed output of an octic linear map C → 3C, with c = C/8/H for H heads: the blocks A1,
 A2, B1, B2 run over (q k v, head, c), the two components of E over (q k v, head, 2c). The vector of a head, of
 size D = 8c, is the concatenation of its six pieces, which are gathered here: no tensor is permuted on the way
 in or out. c is 8 or 16, so that pieces are whole groups of eight entries, 16 bytes of a 16-bit type.
+
+The tokens are those of batches of B sequences of N tokens, one after the other. Each batch has a launch of its
+own, which begins at token `origin` of the tensors that all share; what is one number per query and head, [B, H, N]
+for a batch, begins at `origin · H` there.
 
 The A1 bias of the linear map is added here. That of q is added to q; that of k shifts the scores of a query
 all alike, so softmax does not see it; that of v is added to the output, since the weights sum to one.
@@ -20,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quickvit.ops.packing import Shapes, places
 from quickvit.ops.tiles import tile
 from quickvit.ops.triton.heads import head_bias, head_columns
 from quickvit.ops.triton.launch import traced
@@ -36,12 +41,13 @@ _LN2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
-def _own_rows(N, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's (batch, head) pair as one number, its batch, its head and its first row."""
+def _own_rows(origin, N, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """The first token of this program's sequence, its head, where numbers of its queries begin, and its first row."""
     blocks = tl.cdiv(N, BLOCK)
     pair = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * BLOCK
-    return pair.to(tl.int64), (pair // HEADS).to(tl.int64), pair % HEADS, first
+    token = origin + (pair // HEADS).to(tl.int64) * N
+    return token, pair % HEADS, tl.cast(origin, tl.int64) * HEADS + pair.to(tl.int64) * N, first
 
 
 @triton.jit
@@ -93,12 +99,13 @@ def _forward_step(
     return larger, total, tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["origin", "N"])
 def _attention_forward(
     qkv,
     bias,
     out,
     lse,
+    origin,
     N,
     HEADS: tl.constexpr,
     c: tl.constexpr,
@@ -109,10 +116,10 @@ def _attention_forward(
     """BLOCK queries of one head against all keys."""
     C: tl.constexpr = 8 * c * HEADS
     SCALE: tl.constexpr = _LOG2E / (8 * c) ** 0.5
-    pair, batch, head, first = _own_rows(N, HEADS, BLOCK)
+    sequence, head, line, first = _own_rows(origin, N, HEADS, BLOCK)
     row, step = tl.arange(0, BLOCK), tl.arange(0, STEP)
     inside = first + row < N
-    tokens = qkv + batch * N * (3 * C)
+    tokens = qkv + sequence * (3 * C)
     k_column, v_column = _columns(head, 1, 3, HEADS, c), _columns(head, 2, 3, HEADS, c)
     q = _load(tokens + first.to(tl.int64) * (3 * C), row, inside, _columns(head, 0, 3, HEADS, c), 3 * C)
     if bias is not None:
@@ -136,11 +143,11 @@ def _attention_forward(
             q, others, step, None, k_column, v_column, largest, total, acc, 3 * C, SCALE
         )
 
-    tl.store(lse + pair * N + first + row, (largest + tl.math.log2(total)) * _LN2, mask=inside)
+    tl.store(lse + line + first + row, (largest + tl.math.log2(total)) * _LN2, mask=inside)
     acc = acc / total[:, None]
     if bias is not None:
         acc += head_bias(bias, head, 2, HEADS, c, 8 * c)
-    _store(out + (batch * N + first) * C, acc, row, inside, _columns(head, 0, 1, HEADS, c), C)
+    _store(out + (sequence + first) * C, acc, row, inside, _columns(head, 0, 1, HEADS, c), C)
 
 
 @triton.jit
@@ -170,7 +177,7 @@ def _query_step(
     return tl.dot(dscore.to(k.dtype), k, dq)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["origin", "N"])
 def _attention_backward_query(
     dout,
     qkv,
@@ -179,6 +186,7 @@ def _attention_backward_query(
     lse,
     deltas,
     dqkv,
+    origin,
     N,
     HEADS: tl.constexpr,
     c: tl.constexpr,
@@ -192,11 +200,11 @@ def _attention_backward_query(
     """
     C: tl.constexpr = 8 * c * HEADS
     SCALE: tl.constexpr = _LOG2E / (8 * c) ** 0.5
-    pair, batch, head, first = _own_rows(N, HEADS, BLOCK)
+    sequence, head, line, first = _own_rows(origin, N, HEADS, BLOCK)
     row, step = tl.arange(0, BLOCK), tl.arange(0, STEP)
     inside = first + row < N
-    tokens = qkv + batch * N * (3 * C)
-    own = batch * N + first
+    tokens = qkv + sequence * (3 * C)
+    own = sequence + first
     q_column, o_column = _columns(head, 0, 3, HEADS, c), _columns(head, 0, 1, HEADS, c)
     k_column, v_column = _columns(head, 1, 3, HEADS, c), _columns(head, 2, 3, HEADS, c)
     q = _load(qkv + own * (3 * C), row, inside, q_column, 3 * C)
@@ -209,8 +217,8 @@ def _attention_backward_query(
         q = tl.where(tl.arange(0, 8 * c)[None, :] < c, biased, q)
         o -= head_bias(bias, head, 2, HEADS, c, 8 * c)
     delta = tl.sum(do.to(tl.float32) * o, axis=1)
-    tl.store(deltas + pair * N + first + row, delta, mask=inside)
-    log_total = tl.load(lse + pair * N + first + row, mask=inside, other=float("inf")) * _LOG2E
+    tl.store(deltas + line + first + row, delta, mask=inside)
+    log_total = tl.load(lse + line + first + row, mask=inside, other=float("inf")) * _LOG2E
 
     dq = tl.zeros([BLOCK, 8 * c], tl.float32)
     whole = N // STEP * STEP
@@ -271,7 +279,7 @@ def _key_step(
     return tl.dot(dscore.to(q.dtype), q, dk), dv, dlift
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["origin", "N"])
 def _attention_backward_key(
     dout,
     qkv,
@@ -279,6 +287,7 @@ def _attention_backward_key(
     lse,
     deltas,
     dqkv,
+    origin,
     N,
     HEADS: tl.constexpr,
     c: tl.constexpr,
@@ -293,10 +302,10 @@ def _attention_backward_key(
     """
     C: tl.constexpr = 8 * c * HEADS
     SCALE: tl.constexpr = _LOG2E / (8 * c) ** 0.5
-    pair, batch, head, first = _own_rows(N, HEADS, BLOCK)
+    sequence, head, line, first = _own_rows(origin, N, HEADS, BLOCK)
     row, step = tl.arange(0, BLOCK), tl.arange(0, STEP)
     inside = first + row < N
-    own = (batch * N + first) * (3 * C)
+    own = (sequence + first) * (3 * C)
     q_column, o_column = _columns(head, 0, 3, HEADS, c), _columns(head, 0, 1, HEADS, c)
     k_column, v_column = _columns(head, 1, 3, HEADS, c), _columns(head, 2, 3, HEADS, c)
     k = _load(qkv + own, row, inside, k_column, 3 * C)
@@ -315,10 +324,10 @@ def _attention_backward_key(
             k,
             v,
             lift,
-            qkv + (batch * N + whole) * (3 * C),
-            dout + (batch * N + whole) * C,
-            lse + pair * N + whole,
-            deltas + pair * N + whole,
+            qkv + (sequence + whole) * (3 * C),
+            dout + (sequence + whole) * C,
+            lse + line + whole,
+            deltas + line + whole,
             tail,
             whole + tail < N,
             q_column,
@@ -334,10 +343,10 @@ def _attention_backward_key(
             k,
             v,
             lift,
-            qkv + (batch * N + start) * (3 * C),
-            dout + (batch * N + start) * C,
-            lse + pair * N + start,
-            deltas + pair * N + start,
+            qkv + (sequence + start) * (3 * C),
+            dout + (sequence + start) * C,
+            lse + line + start,
+            deltas + line + start,
             step,
             None,
             q_column,
@@ -355,13 +364,12 @@ def _attention_backward_key(
     _store(dqkv + own, dv, row, inside, v_column, 3 * C)
 
 
-def _tile(kernel: str, tiles: Tiles, dim: int, qkv: torch.Tensor) -> tuple[int, dict[str, int]]:
+def _tile(kernel: str, tiles: Tiles, dim: int, rows: int, device: torch.device) -> tuple[int, dict[str, int]]:
     """Programs per head, and the tile as the kernels take it."""
     if dim not in tiles:
         raise ValueError(f"heads have size {dim}, expected one of {', '.join(map(str, tiles))}")
-    rows = qkv.shape[1]
     default = min(tiles[dim], key=lambda choice: triton.cdiv(rows, choice[0]) * choice[0])
-    block, step, warps, stages = tile(kernel, (dim, rows), qkv.device, default)
+    block, step, warps, stages = tile(kernel, (dim, rows), device, default)
     rest = rows % step
     tail = max(16, triton.next_power_of_2(rest)) if rest else 0
     meta = {"BLOCK": block, "STEP": step, "TAIL": tail, "num_warps": warps, "num_stages": stages}
@@ -369,24 +377,23 @@ def _tile(kernel: str, tiles: Tiles, dim: int, qkv: torch.Tensor) -> tuple[int, 
 
 
 def attention_forward(
-    qkv: torch.Tensor, bias: torch.Tensor | None, heads: int
+    qkv: torch.Tensor, bias: torch.Tensor | None, heads: int, shapes: Shapes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over packed qkv[B, N, 3C] with the A1 bias[3C/8] of q, k, v.
+    """Attention over packed qkv[T, 3C] with the A1 bias[3C/8] of q, k, v, in sequences of these shapes.
 
-    Returns o[B, N, C], packed, and the log-sum-exp of the scaled scores, lse[B, H, N] in float32, without the
-    constant that k's bias adds to it.
+    Returns o[T, C], packed, and the log-sum-exp of the scaled scores in float32, lse[T H], of each batch [B, H, N],
+    without the constant that k's bias adds to it.
     """
-    batch, tokens, width = qkv.shape
+    tokens, width = qkv.shape
     dim = width // (3 * heads)
-    out = torch.empty((batch, tokens, width // 3), dtype=qkv.dtype, device=qkv.device)
-    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=qkv.device)
-    if out.numel() == 0:
-        return out, lse
-    programs, meta = _tile("attention forward", FORWARD_TILES, dim, qkv)
+    out = torch.empty((tokens, width // 3), dtype=qkv.dtype, device=qkv.device)
+    lse = torch.empty(tokens * heads, dtype=torch.float32, device=qkv.device)
     with torch.cuda.device_of(qkv):
-        traced(_attention_forward)[(batch * heads * programs,)](
-            qkv, bias, out, lse, tokens, HEADS=heads, c=dim // 8, **meta
-        )
+        for origin, number, length in places(shapes):
+            programs, meta = _tile("attention forward", FORWARD_TILES, dim, length, qkv.device)
+            traced(_attention_forward)[(number * heads * programs,)](
+                qkv, bias, out, lse, origin, length, HEADS=heads, c=dim // 8, **meta
+            )
     return out, lse
 
 
@@ -397,21 +404,20 @@ def attention_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     heads: int,
+    shapes: Shapes,
 ) -> torch.Tensor:
-    """Gradient dqkv[B, N, 3C] of `attention_forward`, packed; the bias's is the sum of its A1 columns."""
-    batch, tokens, width = qkv.shape
-    dim = width // (3 * heads)
+    """Gradient dqkv[T, 3C] of `attention_forward`, packed; the bias's is the sum of its A1 columns."""
+    dim = qkv.shape[1] // (3 * heads)
     dqkv = torch.empty_like(qkv)
-    if dqkv.numel() == 0:
-        return dqkv
     deltas = torch.empty_like(lse)
     with torch.cuda.device_of(qkv):
-        programs, meta = _tile("attention query gradient", QUERY_TILES, dim, qkv)
-        traced(_attention_backward_query)[(batch * heads * programs,)](
-            dout, qkv, bias, out, lse, deltas, dqkv, tokens, HEADS=heads, c=dim // 8, **meta
-        )
-        programs, meta = _tile("attention key gradient", KEY_TILES, dim, qkv)
-        traced(_attention_backward_key)[(batch * heads * programs,)](
-            dout, qkv, bias, lse, deltas, dqkv, tokens, HEADS=heads, c=dim // 8, **meta
-        )
+        for origin, number, length in places(shapes):
+            programs, meta = _tile("attention query gradient", QUERY_TILES, dim, length, qkv.device)
+            traced(_attention_backward_query)[(number * heads * programs,)](
+                dout, qkv, bias, out, lse, deltas, dqkv, origin, length, HEADS=heads, c=dim // 8, **meta
+            )
+            programs, meta = _tile("attention key gradient", KEY_TILES, dim, length, qkv.device)
+            traced(_attention_backward_key)[(number * heads * programs,)](
+                dout, qkv, bias, lse, deltas, dqkv, origin, length, HEADS=heads, c=dim // 8, **meta
+            )
     return dqkv

@@ -1,8 +1,9 @@
 """Packed channels to attention heads and back, each in one pass.
 
 A packed tensor [T, P C] holds P features (q, k and v, or one) in every block: A1, A2, B1, B2 run over
-(feature, head, c) with c = C/8/H, the two components of E over (feature, head, 2c). Features in heads are
-P tensors [T, H, D]; a head's D = 8c entries are its pieces of the six blocks, one after the other.
+(feature, head, c) with c = C/8/H, the two components of E over (feature, head, 2c). Its tokens are those of batches
+of B sequences of N tokens. Features in heads are P tensors [B, N, H, D] for each batch; a head's D = 8c entries are
+its pieces of the six blocks, one after the other. A launch moves a batch, which begins at token `origin`.
 
 A program moves a run of entries of a few tokens: where the entries lie is worked out once for all of them.
 Programs write runs of memory and gather what they read; the other way round, several programs would write
@@ -11,11 +12,13 @@ aligned, so that an instruction of a warp meets few lines of the cache on either
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 
+from quickvit.ops.packing import Shapes, places
 from quickvit.ops.tiles import tile
 from quickvit.ops.triton.launch import traced
 
@@ -94,13 +97,14 @@ def _copy(
         tl.store(target + token * TARGET + write, value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["origin", "T"])
 def _to_heads(
     packed,
     bias,
     q,
     k,
     v,
+    origin,
     T,
     M: tl.constexpr,
     c: tl.constexpr,
@@ -124,7 +128,7 @@ def _to_heads(
             invariant = (block == 0) & (entry < 8 * M)
             shift = tl.load(bias + part * M + place, mask=invariant, other=0.0).to(tl.float32)
         _copy(
-            packed + first * (8 * PARTS * M),
+            packed + (origin + first) * (8 * PARTS * M),
             column,
             features[part] + first * (8 * M),
             entry,
@@ -138,12 +142,13 @@ def _to_heads(
         )
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["origin", "T"])
 def _to_packed(
     q,
     k,
     v,
     packed,
+    origin,
     T,
     M: tl.constexpr,
     c: tl.constexpr,
@@ -167,7 +172,7 @@ def _to_packed(
         _copy(
             features[part] + first * (8 * M),
             entry,
-            packed + first * (8 * PARTS * M),
+            packed + (origin + first) * (8 * PARTS * M),
             column,
             None,
             index,
@@ -189,27 +194,41 @@ def _grid(kernel: str, x: torch.Tensor, tokens: int, m: int, c: int) -> tuple[tu
     return grid, {"M": m, "c": c, "VECTOR": vector, "TOKENS": rows, "RUN": run, "num_warps": warps}
 
 
-def to_heads(packed: torch.Tensor, heads: int, parts: int, bias: torch.Tensor | None) -> list[torch.Tensor]:
-    """The `parts` features of packed[T, parts · C] as [T, H, D] each, with the A1 bias[parts · C/8] added."""
-    tokens = packed.shape[0]
+def to_heads(
+    packed: torch.Tensor, heads: int, parts: int, bias: torch.Tensor | None, shapes: Shapes
+) -> list[torch.Tensor]:
+    """The `parts` features of packed[T, parts · C] as [B, N, H, D] for each batch in turn.
+
+    The A1 bias[parts · C/8] is added.
+    """
     m = packed.shape[1] // (8 * parts)
-    c = m // heads
-    size = (tokens, heads, 8 * c)
-    features = [torch.empty(size, dtype=packed.dtype, device=packed.device) for _ in range(parts)]
-    grid, meta = _grid("to heads", packed, tokens, m, c)
-    if packed.numel():
-        with torch.cuda.device_of(packed):
-            traced(_to_heads)[grid](packed, bias, *features, *[None] * (3 - parts), tokens, **meta)
+    sizes = [(*shape, heads, 8 * m // heads) for shape in shapes for _ in range(parts)]
+    features = [torch.empty(size, dtype=packed.dtype, device=packed.device) for size in sizes]
+    with torch.cuda.device_of(packed):
+        for batch, origin, tokens in _batches(features, parts):
+            grid, meta = _grid("to heads", packed, tokens, m, m // heads)
+            traced(_to_heads)[grid](packed, bias, *batch, origin, tokens, **meta)
     return features
 
 
-def to_packed(features: list[torch.Tensor]) -> torch.Tensor:
-    """The inverse of `to_heads`: features [T, H, D] to packed[T, parts · C]."""
-    x, parts = features[0], len(features)
-    tokens, heads, dim = x.shape
-    packed = torch.empty((tokens, parts * heads * dim), dtype=x.dtype, device=x.device)
-    grid, meta = _grid("to packed", x, tokens, heads * dim // 8, dim // 8)
-    if packed.numel():
-        with torch.cuda.device_of(packed):
-            traced(_to_packed)[grid](*features, *[None] * (3 - parts), packed, tokens, **meta)
+def to_packed(features: list[torch.Tensor], parts: int) -> torch.Tensor:
+    """The inverse of `to_heads`: features [B, N, H, D] of each batch in turn to packed[T, parts · C]."""
+    x = features[0]
+    heads, dim = x.shape[2:]
+    total = sum(tokens for _, _, tokens in _batches(features, parts))
+    packed = torch.empty((total, parts * heads * dim), dtype=x.dtype, device=x.device)
+    with torch.cuda.device_of(x):
+        for batch, origin, tokens in _batches(features, parts):
+            grid, meta = _grid("to packed", x, tokens, heads * dim // 8, dim // 8)
+            traced(_to_packed)[grid](*batch, packed, origin, tokens, **meta)
     return packed
+
+
+def _batches(
+    features: list[torch.Tensor], parts: int
+) -> Iterator[tuple[list[torch.Tensor | None], int, int]]:
+    """The features of each batch that has tokens, as kernels take them, its first token and their number."""
+    batches = [features[i : i + parts] for i in range(0, len(features), parts) if features[i].numel()]
+    shapes = tuple((batch[0].shape[0], batch[0].shape[1]) for batch in batches)
+    for batch, (origin, number, length) in zip(batches, places(shapes), strict=True):
+        yield [*batch, *[None] * (3 - parts)], origin, number * length

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quickvit.ops.packing import Shapes, places
 from quickvit.ops.tiles import tile
 from quickvit.ops.triton.heads import head_bias, head_columns
 from quickvit.ops.triton.launch import traced
@@ -82,11 +83,12 @@ def _attend(q, keys, values, exists, SCALE: tl.constexpr):
     return total, sums
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["origin", "N"])
 def _attention_whole_head(
     qkv,
     bias,
     out,
+    origin,
     N,
     HEADS: tl.constexpr,
     c: tl.constexpr,
@@ -102,8 +104,8 @@ def _attention_whole_head(
     C: tl.constexpr = 8 * c * HEADS
     SCALE: tl.constexpr = _LOG2E / (8 * c) ** 0.5
     head = tl.program_id(0) % HEADS
-    batch = (tl.program_id(0) // HEADS).to(tl.int64)
-    tokens = qkv + batch * N * (3 * C)
+    sequence = origin + (tl.program_id(0) // HEADS).to(tl.int64) * N
+    tokens = qkv + sequence * (3 * C)
 
     keys = ()
     values = ()
@@ -130,7 +132,7 @@ def _attention_whole_head(
         rest = sums[1] / total[:, None]
         if bias is not None:
             first += head_bias(bias, head, 2, HEADS, c, DIM)
-        line = out + batch * N * C + row[:, None] * C
+        line = out + sequence * C + row[:, None] * C
         dtype: tl.constexpr = out.dtype.element_ty
         tl.store(
             line + head_columns(head, 0, 1, HEADS, c, 0, DIM, VECTOR), first.to(dtype), mask=inside[:, None]
@@ -145,32 +147,34 @@ def takes(tokens: int, dim: int) -> bool:
     return dim in PARTS and tokens <= MAX_TOKENS
 
 
-def attention_whole_head(qkv: torch.Tensor, bias: torch.Tensor | None, heads: int) -> torch.Tensor:
-    """Attention over packed qkv[B, N, 3C] with the A1 bias[3C/8] of q, k, v: o[B, N, C], packed."""
-    batch, tokens, width = qkv.shape
+def attention_whole_head(
+    qkv: torch.Tensor, bias: torch.Tensor | None, heads: int, shapes: Shapes
+) -> torch.Tensor:
+    """Attention over packed qkv[T, 3C] with the A1 bias[3C/8] of q, k, v, in sequences of these shapes: o[T, C]."""
+    width = qkv.shape[1]
     size = width // (3 * heads)
-    out = torch.empty((batch, tokens, width // 3), dtype=qkv.dtype, device=qkv.device)
-    if out.numel() == 0:
-        return out
+    out = torch.empty((qkv.shape[0], width // 3), dtype=qkv.dtype, device=qkv.device)
     dim, rest = PARTS[size]
-    block, step, warps, stages = tile("whole heads", (size, tokens), qkv.device, TILE)
-    left = tokens % step
     with torch.cuda.device_of(qkv):
-        traced(_attention_whole_head)[(batch * heads,)](
-            qkv,
-            bias,
-            out,
-            tokens,
-            HEADS=heads,
-            c=size // 8,
-            DIM=dim,
-            REST=rest,
-            VECTOR=math.gcd(size // 8, 16 // qkv.element_size()),
-            BLOCK=block,
-            STEP=step,
-            WHOLE=tokens // step,
-            TAIL=max(16, triton.next_power_of_2(left)) if left else 0,
-            num_warps=warps,
-            num_stages=stages,
-        )
+        for origin, number, length in places(shapes):
+            block, step, warps, stages = tile("whole heads", (size, length), qkv.device, TILE)
+            left = length % step
+            traced(_attention_whole_head)[(number * heads,)](
+                qkv,
+                bias,
+                out,
+                origin,
+                length,
+                HEADS=heads,
+                c=size // 8,
+                DIM=dim,
+                REST=rest,
+                VECTOR=math.gcd(size // 8, 16 // qkv.element_size()),
+                BLOCK=block,
+                STEP=step,
+                WHOLE=length // step,
+                TAIL=max(16, triton.next_power_of_2(left)) if left else 0,
+                num_warps=warps,
+                num_stages=stages,
+            )
     return out

@@ -9,8 +9,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from quickvit.layers import StandardBlock
-from quickvit.layers.packing import pack, unpack
 from quickvit.models import QuickVisionTransformer, ViT
+from quickvit.ops.packing import pack, unpack
 
 
 class CropEncoder(nn.Module):
@@ -30,11 +30,6 @@ class CropEncoder(nn.Module):
             self.mask_token = nn.Parameter(torch.zeros(vit.embed_dim))
         elif vit.mask_token is None:
             raise ValueError("the Quick ViT has no mask token; create it with mask_token=True")
-
-    @property
-    def prefix(self) -> int:
-        """Tokens before the patches, the class token first."""
-        return self.vit.num_prefix_tokens
 
     def forward(self, crops: Sequence[Tensor], mask: Tensor | None = None) -> list[Tensor]:
         """The tokens of each batch of crops; mask [B, patches] hides patches of the first batch."""
@@ -68,11 +63,20 @@ class HiddenPatches:
 
     def __init__(self, masks: Tensor, most: int, dtype: torch.dtype = torch.float32) -> None:
         flat = masks.flatten()
+        self.views, self.patches = masks.shape
         self.rows = flat.to(torch.uint8).argsort(descending=True, stable=True)[:most]
         self.counted = flat[self.rows]
         each = masks.sum(-1).clamp(min=1)
-        self.weights = self.counted.to(dtype) / each[self.rows // masks.shape[1]]
+        self.weights = self.counted.to(dtype) / each[self.rows // self.patches]
 
-    def of(self, tokens: Tensor) -> Tensor:
-        """The rows of tokens [V, 1 + patches, C] → [most, C]."""
-        return tokens[:, 1:].flatten(0, 1)[self.rows]
+    def of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The class tokens [V, C] of tokens [V, prefix + patches, C], the first of each view, and the rows [most, C].
+
+        They are taken in one step, so that their gradient is written once.
+        """
+        length = tokens.shape[1]
+        prefix = length - self.patches
+        classes = length * torch.arange(self.views, device=tokens.device)
+        hidden = self.rows + prefix * (self.rows // self.patches + 1)
+        found = tokens.flatten(0, 1).index_select(0, torch.cat([classes, hidden]))
+        return found[: self.views], found[self.views :]

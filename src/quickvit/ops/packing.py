@@ -5,10 +5,11 @@ What acts on single tokens takes them all at once. Attention alone must know whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 # The number of sequences in each batch, and their length.
 Shapes = tuple[tuple[int, int], ...]
@@ -23,10 +24,21 @@ def pack(batches: Sequence[Tensor]) -> tuple[Tensor, Shapes]:
 
 def unpack(x: Tensor, shapes: Shapes) -> list[Tensor]:
     """The batches as views of the packed tensor."""
-    parts = x.split([number * length for number, length in shapes])
+    # The gradient of a split is a copy, even of one part.
+    parts = x.split([number * length for number, length in shapes]) if len(shapes) > 1 else (x,)
     return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def each(function: Callable[[Tensor], Tensor], x: Tensor, shapes: Shapes | None) -> Tensor:
-    """The function of each batch, packed again; of x itself if it is not packed."""
-    return function(x) if shapes is None else pack([function(batch) for batch in unpack(x, shapes)])[0]
+def places(shapes: Shapes) -> Iterator[tuple[int, int, int]]:
+    """The first token of each batch that has any, the number of its sequences and their length."""
+    first = 0
+    for number, length in shapes:
+        if number * length:
+            yield first, number, length
+        first += number * length
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
+    """softmax(q kᵀ / √D) v of heads [B, N, H, D], in PyTorch's operator."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout).transpose(1, 2)
