@@ -164,6 +164,11 @@ def test_the_performance_page_says_what_was_measured():
     for row in model["results"]:
         cells = f"{row['ms']:.2f} | {row['images_per_s']:.0f} | {row['ratio']:.2f}× | {row['over_floor']:.2f}"
         assert f"| {row['case']} | {row['name']} | {cells} |" in text
+    for record in (measured("h200_block_large"), measured("h200_block_huge")):
+        assert re.sub(r" --out \S+", "", record["command"]) in text
+        for row in record["results"]:
+            cells = f"{row['ms']:.2f} | {row['ratio']:.2f}× | {row['over_floor']:.2f}"
+            assert f"| {row['case']} | {row['name']} | {cells} |" in text
     octic = {row["case"]: row for row in operators["results"] if row["name"] == "octic"}
     for case in octic:
         size, operator = case.split(" ", 1)

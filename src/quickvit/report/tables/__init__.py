@@ -9,7 +9,14 @@ from quickvit.report.table import Table
 from quickvit.report.tables.computed import compute_scaling, dihedral_groups, paper_models
 from quickvit.report.tables.frozen import frozen_features, hematology, progress
 from quickvit.report.tables.protocols import image_labels, masks, turned_answers
-from quickvit.report.tables.speed import forward_speed, gelu, linear_layers, memory, training_speed
+from quickvit.report.tables.speed import (
+    block_speed,
+    forward_speed,
+    gelu,
+    linear_layers,
+    memory,
+    training_speed,
+)
 from quickvit.report.tables.studies import (
     classification,
     depth,
@@ -24,7 +31,7 @@ from quickvit.report.tables.studies import (
 # By chapter, in the order of the page.
 TABLES: dict[str, tuple[Callable[[Results], Table], ...]] = {
     "Compute": (compute_scaling, paper_models, dihedral_groups),
-    "Speed and memory": (forward_speed, memory, training_speed, linear_layers, gelu),
+    "Speed and memory": (forward_speed, block_speed, memory, training_speed, linear_layers, gelu),
     "Accuracy": (
         *(classification, recipe, slanted, frozen_features, hematology, progress),
         *(image_labels, masks, turned_answers),

@@ -16,6 +16,7 @@ from quickvit.report.tables.computed import paper_shape
 SIZES = "large huge giant e 22b"
 FORWARD = re.compile(r"(ViT-\w+/\d+) forward")
 INFERENCE = re.compile(r"(ViT-\w+/\d+) (?:forward|inference)")
+BLOCK = re.compile(r"(ViT-\w+/\d+) block (forward(?: \+ backward)?)")
 TRAINING = re.compile(r"(ViT-\w+/\d+) (\w+) forward \+ backward")
 LINEAR = re.compile(r"linear, C = (\d+) → \d+, \d+ tokens")
 LAYER = re.compile(r"(GELU|MLP), C = (\d+), \d+ tokens")
@@ -48,6 +49,43 @@ def forward_speed(results: Results) -> Table:
         (
             f"quickvit bench model --sizes {SIZES} --families d8 h8 i8 h2 --compile reduce-overhead --views false "
             "--out benchmarks/GPU_model.json",
+        ),
+    )
+
+
+def block_speed(results: Results) -> Table:
+    """One transformer block."""
+    measured = (
+        ((match[1], match[2], row.name), measurement, row)
+        for match, measurement, row in _cases(results, BLOCK, "block")
+    )
+    expected: dict[tuple[str, str, str], Numbers] = {
+        (model, passes, family): {}
+        for model in (paper.L16, paper.H14)
+        for passes in ("forward", "forward + backward")
+        for family in ("vit", "d8")
+    }
+    found = lines(measured, Quoted("", "", expected))
+    return Table(
+        "block-speed",
+        "Speed of a block",
+        (
+            *(Column("model"), Column("passes"), Column("family")),
+            *(Column("speed-up", HERE), Column("ms", HERE), Column("time / floor", HERE), PLACE),
+        ),
+        tuple(
+            (
+                *(*line.key[:2], family_name(line.key[2])),
+                *(times(line.here("ratio", 2)), line.here("ms"), line.here("over_floor", 2), line.place),
+            )
+            for line in found
+        ),
+        note="A single block, forward without gradients, and forward and backward with autocast. In a model of many "
+        "a norm adds what the block before it left to add, which one alone cannot.",
+        sources=sources(found),
+        commands=(
+            "quickvit bench block --sizes large huge --families d8 --compile reduce-overhead "
+            "--out benchmarks/GPU_block.json",
         ),
     )
 
