@@ -3,7 +3,8 @@
 #
 #   benchmarks/gpu.sh OUT PREFIX PIECE…
 #
-# Writes OUT/PREFIX_PIECE.json, for example benchmarks/h200_model.json.
+# Writes OUT/PREFIX_PIECE.json, for example benchmarks/h200_model.json. On a machine with a copy of the code but not of its
+# history, QUICKVIT_COMMIT says which commit it is.
 set -euo pipefail
 out=$1 prefix=$2
 shift 2

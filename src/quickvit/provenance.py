@@ -15,6 +15,8 @@ import torch
 
 import quickvit
 
+COMMIT = "QUICKVIT_COMMIT"
+
 
 def surroundings(device: torch.device, command: str) -> dict[str, Any]:
     """Everything beside its numbers that a record needs."""
@@ -59,7 +61,12 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this package runs from, "-dirty" if changed; None outside one."""
+    """The commit of the checkout that this package runs from, "-dirty" if changed; None outside one.
+
+    The environment variable QUICKVIT_COMMIT goes before it, for code that was copied without its history.
+    """
+    if COMMIT in os.environ:
+        return os.environ[COMMIT]
     file = Path(quickvit.__file__)
     # A package that is installed somewhere below a foreign checkout is not tracked by it.
     if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
