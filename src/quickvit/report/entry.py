@@ -126,6 +126,8 @@ def read_source(record: Entry) -> Source:
     """What a record says of the machine, the day and the command."""
     facts = record.entry("hardware")
     threads, gpu = facts.number("threads"), facts.text("gpu", "")
-    cpu = facts.text("cpu", "unknown hardware") + (f", {threads:.0f} threads" if threads else "")
+    cpu = facts.text("cpu", "unknown hardware")
+    if threads:
+        cpu += f", {threads:.0f} thread{'s' * (threads != 1)}"
     date, *words = (record.text(key, "") for key in ("date", "command", "commit", "remark"))
     return Source(record.name, gpu or cpu, bool(gpu), date[:10], *words)
