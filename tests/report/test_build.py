@@ -93,6 +93,8 @@ def test_a_result_that_is_gone_leaves_a_gap(bench, add_run, tmp_path):
     out = tmp_path / "report"
     path = add_run("lift", "free", top1=12.34)
     add_run("depth", "k=6")
+    # One point is no curve.
+    add_run("depth", "k=12")
     build_report(bench, None, out)
     before = contents(out)
     assert b"12.34" in before["tables/lift.md"]

@@ -110,7 +110,7 @@ def accuracy_depth(results: Results) -> Drawing:
             if (match := re.fullmatch(r"k=(\d{1,4})", name))
             and (sample := results.sample("depth", dataset, name, top1))
         }
-        if points:
+        if len(points) > 1:
             panels[dataset] = partial(_draw_depth, points=points)
     return _plot(
         "accuracy-depth",
