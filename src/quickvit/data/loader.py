@@ -15,7 +15,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from quickvit.data.colors import Unpainted
 from quickvit.data.images import Unreadable
 from quickvit.data.mixing import Mixing
 from quickvit.data.seeds import derived_seed
@@ -206,7 +205,8 @@ class Loaded(NamedTuple):
     number: int
 
 
-# The samples of a rank, the step, and the place of the first of them in the global batch → a named tuple of tensors.
+# The samples of a rank, the step, and the place of the first of them in the global batch → a named tuple: what the
+# transform gave, stacked, and further tensors.
 Collate = Callable[[Sequence[Loaded], int, int], Any]
 
 
@@ -325,9 +325,16 @@ def _read(
 
 def stack(items: Sequence[Any]) -> Any:
     """Tensors, or named tuples of tensors, stacked."""
-    if isinstance(items[0], Tensor):
-        return torch.stack(list(items))
-    return type(items[0])(*map(stack, zip(*items, strict=True)))
+    if not isinstance(items[0], Tensor):
+        return type(items[0])(*map(stack, zip(*items, strict=True)))
+    shapes = {item.shape for item in items}
+    if len(shapes) > 1:
+        # Whatever else a transform makes has one shape.
+        sizes = " and ".join(sorted(f"{height} × {width}" for height, width, _ in shapes))
+        raise ValueError(
+            f"images of different sizes cannot be cropped together, got {sizes} pixels; leave crops to the workers"
+        )
+    return torch.stack(list(items))
 
 
 def _collate(samples: Sequence[Loaded], step: int = 0, first: int = 0) -> Batch:  # noqa: ARG001
@@ -390,17 +397,19 @@ class _Pipeline:
             raise self.error(f"more than max_unreadable={self.max_unreadable:g} allows")
 
     def _finish(self, batch: Any) -> Any:
-        """The tensors of a batch on the device; bytes are images and become normalised."""
-        return type(batch)(*map(self._arrive, batch))
-
-    def _arrive(self, item: Any) -> Any:
-        if isinstance(item, Unpainted):
-            # The changes stay behind: the host must know them to ask the device for them.
-            item = item._replace(pixels=item.pixels.to(self.device, non_blocking=True))
+        """The images of a batch, normalised, and its other tensors, on the device."""
+        images, *others = batch
+        if isinstance(self.transform, TwoSteps):
+            images = self.transform.normalize(self._send_bytes(images))
         else:
-            item = item.to(self.device, non_blocking=True)
-        if isinstance(self.transform, TwoSteps) and (
-            isinstance(item, Unpainted) or item.dtype == torch.uint8
-        ):
-            return self.transform.normalize(item)
-        return item
+            images = self._send(images)
+        return type(batch)(images, *map(self._send, others))
+
+    def _send_bytes(self, images: Any) -> Any:
+        """Images on the device. What is to be done with them stays behind: the host must know it to ask for it."""
+        if isinstance(images, Tensor):
+            return self._send(images) if images.dtype == torch.uint8 else images
+        return type(images)(*map(self._send_bytes, images))
+
+    def _send(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
