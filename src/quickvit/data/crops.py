@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
     def record(cls, crops: Sequence[Any], changes: Sequence[Any]) -> Drawn:
         """One `Crop` with its changes, or several and those of each."""
         numbers = torch.tensor(crops, dtype=torch.float32)
-        return cls(numbers, torch.tensor(changes).view(*numbers.shape[:-1], -1, 2))
+        return cls(numbers, torch.tensor(changes, dtype=torch.float32).view(*numbers.shape[:-1], -1, 2))
 
 
 class Uncropped(NamedTuple):

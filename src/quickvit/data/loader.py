@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from quickvit.data.images import Unreadable
 from quickvit.data.mixing import Mixing
 from quickvit.data.seeds import derived_seed
-from quickvit.data.sources import Source
+from quickvit.data.sources import CachedSource, Source
 from quickvit.data.transforms import AnyTransform, Transform, TwoSteps
 
 logger = logging.getLogger(__name__)
@@ -263,12 +262,12 @@ class _Steps(Dataset[_Loaded]):
         places_apart = sorted(places, key=lambda place: place % self.order.repeats)
         samples: list[Loaded] = []
         unreadable: list[tuple[str, str]] = []
-        make = _first_step(self.transform)
+        load = _reader(self.source, self.transform, unreadable)
         for place in places_apart[self.part]:
             index, view = self.order(epoch, place)
             seed = derived_seed(self.seed, epoch, index, view)
             others = (derived_seed(seed, "replacement", i) % len(self.source) for i in range(REPLACEMENTS))
-            candidates = (_read(self.source, make, i, seed, unreadable) for i in chain([index], others))
+            candidates = (load(i, seed) for i in chain([index], others))
             sample = next((found for found in candidates if found is not None), None)
             if sample is None:
                 return _Loaded(None, unreadable)
@@ -293,34 +292,34 @@ class _Parts(Dataset[_Loaded]):
         unreadable: list[tuple[str, str]] = []
         indices = self.part[number * self.batch_size : (number + 1) * self.batch_size]
         seeds = (derived_seed(self.seed, index) for index in indices)
-        make = _first_step(self.transform)
+        load = _reader(self.source, self.transform, unreadable)
         samples = [
             sample
             for index, seed in zip(indices, seeds, strict=True)
-            if (sample := _read(self.source, make, index, seed, unreadable)) is not None
+            if (sample := load(index, seed)) is not None
         ]
         return _Loaded(_collate(samples) if samples else None, unreadable)
 
 
-def _first_step(transform: AnyTransform) -> Callable[[Image.Image, int], Any]:
-    """What workers do of a transform: bytes are a quarter of the traffic between processes."""
-    return transform.pixels if isinstance(transform, TwoSteps) else transform
+def _reader(
+    source: Source, transform: AnyTransform, unreadable: list[tuple[str, str]]
+) -> Callable[[int, int], Loaded | None]:
+    """What workers do with the number of a sample and a seed; or nothing, and they note why."""
+    # Bytes are a quarter of the traffic between processes; and those in memory need not become an image first.
+    make = transform.pixels if isinstance(transform, TwoSteps) else transform
+    read: Callable[[int], tuple[Any, int]] = source.read
+    if isinstance(source, CachedSource) and getattr(transform, "takes_bytes", False):
+        read = source.read_bytes
 
+    def load(index: int, seed: int) -> Loaded | None:
+        try:
+            image, target = read(index)
+        except Unreadable as error:
+            unreadable.append((error.path, error.reason))
+            return None
+        return Loaded(make(image, seed), target, index)
 
-def _read(
-    source: Source,
-    make: Callable[[Image.Image, int], Any],
-    index: int,
-    seed: int,
-    unreadable: list[tuple[str, str]],
-) -> Loaded | None:
-    """What a transform makes of a sample; or nothing, and why."""
-    try:
-        image, target = source.read(index)
-    except Unreadable as error:
-        unreadable.append((error.path, error.reason))
-        return None
-    return Loaded(make(image, seed), target, index)
+    return load
 
 
 def stack(items: Sequence[Any]) -> Any:

@@ -171,11 +171,19 @@ class RandomTransform(PixelTransform):
     def draw(self, height: int, width: int, seed: int) -> tuple[Crop, list[Change]]:
         """What becomes of an image of this size."""
 
-    def pixels(self, image: Image.Image, seed: int) -> Tensor | Unpainted | Uncropped:
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether `pixels` wants nothing of an image but its bytes [H, W, 3], and takes them in its place."""
+        return self.crops == "device"
+
+    def pixels(self, image: Image.Image | Tensor, seed: int) -> Tensor | Unpainted | Uncropped:
         """What the seed decides, as bytes, or what is yet to be made into that."""
+        if self.takes_bytes:
+            pixels = to_tensor(image)
+            height, width, _ = pixels.shape
+            return Uncropped(pixels, Drawn.record(*self.draw(height, width, seed)))
+        assert isinstance(image, Image.Image)
         crop, changes = self.draw(image.height, image.width, seed)
-        if self.crops == "device":
-            return Uncropped(to_tensor(image), Drawn.record(crop, changes))
         image = crop_image(image, crop, self.size, self.interpolation)
         if self.colors == "device":
             return Unpainted(to_tensor(image).permute(2, 0, 1), torch.tensor(changes).view(-1, 2))
@@ -238,8 +246,10 @@ def draw_three_augment(random: Random) -> Change:
     return (GRAYSCALE, SOLARIZE)[choice] if choice < 2 else draw_blur(random)
 
 
-def to_tensor(image: Image.Image) -> Tensor:
-    """An RGB image as bytes [H, W, 3]."""
+def to_tensor(image: Image.Image | Tensor) -> Tensor:
+    """An RGB image as bytes [H, W, 3], if it is not that already."""
+    if isinstance(image, Tensor):
+        return image
     # Twice as fast for small images as by way of NumPy's array interface.
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(image.height, image.width, 3)

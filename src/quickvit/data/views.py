@@ -85,17 +85,25 @@ class MultiCrop:
     local_views: tuple[ViewTransform, ...]
     squeeze: int | None = None
 
-    def pixels(self, image: Image.Image, seed: int) -> Views | Uncropped:
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether `pixels` wants nothing of an image but its bytes [H, W, 3], and takes them in its place."""
+        return self.global_views[0].takes_bytes and self.squeeze is None
+
+    def pixels(self, image: Image.Image | Tensor, seed: int) -> Views | Uncropped:
         """The views as bytes; or the image, once, with the numbers of its views."""
         if self.squeeze is not None:
+            assert isinstance(image, Image.Image)
             image = image.resize((self.squeeze, self.squeeze), Image.Resampling.LANCZOS)
         views = [
             (view, derived_seed(seed, number))
             for number, view in enumerate((*self.global_views, *self.local_views))
         ]
-        if self.global_views[0].crops == "device":
-            drawn = [view.draw(image.height, image.width, seed) for view, seed in views]
-            return Uncropped(to_tensor(image), self._split(drawn, _record))
+        if self.global_views[0].takes_bytes:
+            pixels = to_tensor(image)
+            height, width, _ = pixels.shape
+            drawn = [view.draw(height, width, seed) for view, seed in views]
+            return Uncropped(pixels, self._split(drawn, _record))
         return self._split([view.pixels(image, seed) for view, seed in views], stack)
 
     def normalize(self, pixels: Views | Uncropped) -> Views:
