@@ -74,6 +74,9 @@ def draw_box(
 # ---------------------------------------------------------------------- by Pillow
 
 
+_MOVES = (Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM, Image.Transpose.ROTATE_90)
+
+
 def crop_image(image: Image.Image, crop: Crop, size: tuple[int, int], interpolation: str) -> Image.Image:
     """A part of an image, resized to height and width and moved."""
     top, left, height, width, *moves = crop
@@ -83,9 +86,6 @@ def crop_image(image: Image.Image, crop: Crop, size: tuple[int, int], interpolat
         if wanted:
             image = image.transpose(move)
     return image
-
-
-_MOVES = (Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM, Image.Transpose.ROTATE_90)
 
 
 # ---------------------------------------------------------------------- on a device

@@ -326,12 +326,11 @@ def stack(items: Sequence[Any]) -> Any:
     """Tensors, or named tuples of tensors, stacked."""
     if not isinstance(items[0], Tensor):
         return type(items[0])(*map(stack, zip(*items, strict=True)))
-    shapes = {item.shape for item in items}
-    if len(shapes) > 1:
-        # Whatever else a transform makes has one shape.
-        sizes = " and ".join(sorted(f"{height} × {width}" for height, width, _ in shapes))
+    sizes = sorted({tuple(item.shape) for item in items})
+    if len(sizes) > 1:
+        some = " and ".join(" × ".join(map(str, size)) for size in sizes[:2])
         raise ValueError(
-            f"images of different sizes cannot be cropped together, got {sizes} pixels; leave crops to the workers"
+            f"images that are cropped together must have one size, got {some}; leave crops to the workers"
         )
     return torch.stack(list(items))
 

@@ -79,8 +79,9 @@ class PixelTransform(ABC):
         """Bytes [..., 3, H, W] → (x / 255 − mean) / std in float32, on the device that they are on."""
         if isinstance(pixels, Uncropped):
             crops, changes = pixels.drawn
-            pixels = Unpainted(crop_batch(pixels.pixels, crops, self.size, self.interpolation), changes)
-        values = paint_batch(*pixels) if isinstance(pixels, Unpainted) else pixels.float()
+            values = paint_batch(crop_batch(pixels.pixels, crops, self.size, self.interpolation), changes)
+        else:
+            values = paint_batch(*pixels) if isinstance(pixels, Unpainted) else pixels.float()
         mean, std = (color(tuple(each), values.device) for each in (self.mean, self.std))
         return values.div_(255).sub_(mean).div_(std)
 
