@@ -213,7 +213,7 @@ def test_kept_and_mixed_images_are_the_same():
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_images_of_different_sizes_are_named(workers):
-    message = "must have one size, got 20 × 24 × 3 and 24 × 20 × 3; leave crops to the workers"
+    message = "must have one size, got 20 × 24 and 24 × 20 pixels; leave crops to the workers"
     with pytest.raises(ValueError, match=message):
         batches(0, 1, Pictures((20, 24), (24, 20)), workers=workers)
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
+from quickvit.data.crops import Uncropped
 from quickvit.data.images import Unreadable
 from quickvit.data.mixing import Mixing
 from quickvit.data.seeds import derived_seed
@@ -324,20 +325,26 @@ def _reader(
 
 def stack(items: Sequence[Any]) -> Any:
     """Tensors, or named tuples of tensors, stacked."""
-    if not isinstance(items[0], Tensor):
-        return type(items[0])(*map(stack, zip(*items, strict=True)))
-    sizes = sorted({tuple(item.shape) for item in items})
-    if len(sizes) > 1:
-        some = " and ".join(" × ".join(map(str, size)) for size in sizes[:2])
-        raise ValueError(
-            f"images that are cropped together must have one size, got {some}; leave crops to the workers"
-        )
-    return torch.stack(list(items))
+    if isinstance(items[0], Tensor):
+        return torch.stack(list(items))
+    return type(items[0])(*map(stack, zip(*items, strict=True)))
+
+
+def collate(images: Sequence[Any]) -> Any:
+    """The same for what a transform gave of each sample, where a worker shares it with the training process."""
+    if isinstance(images[0], Uncropped):
+        sizes = sorted({tuple(image.pixels.shape) for image in images})
+        if len(sizes) > 1:
+            some = " and ".join(f"{height} × {width}" for height, width, _ in sizes[:2])
+            raise ValueError(
+                f"images that the device crops must have one size, got {some} pixels; leave crops to the workers"
+            )
+    return default_collate(list(images))
 
 
 def _collate(samples: Sequence[Loaded], step: int = 0, first: int = 0) -> Batch:  # noqa: ARG001
     images, targets, indices = zip(*samples, strict=True)
-    return Batch(stack(images), torch.tensor(targets), torch.tensor(indices))
+    return Batch(collate(images), torch.tensor(targets), torch.tensor(indices))
 
 
 # ---------------------------------------------------------------------- in the training process

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quickvit.data.colors import GRAYSCALE, SOLARIZE, UNCHANGED, Change, draw_blur, draw_jitter
 from quickvit.data.crops import Crop, Drawn, Uncropped, draw_box
-from quickvit.data.loader import Loaded, StepLoader, stack
+from quickvit.data.loader import Loaded, StepLoader, collate, stack
 from quickvit.data.masking import BlockMasking
 from quickvit.data.seeds import derived_seed
 from quickvit.data.sources import Source
@@ -214,7 +214,7 @@ class _Collate:
 
     def __call__(self, samples: Sequence[Loaded], step: int, first: int) -> _Collated:
         return _Collated(
-            stack([sample.images for sample in samples]),
+            collate([sample.images for sample in samples]),
             self.masking(derived_seed(self.seed, step, "masks"), first, len(samples)),
             torch.tensor([sample.number for sample in samples]),
         )
