@@ -105,7 +105,7 @@ def test_what_is_interrupted_goes_on_and_what_is_done_is_left_alone(study, tmp_p
     assert json.loads(file.read_text())["name"] == "vit"
     words = json.loads((tmp_path / "runs/families-vit-0/train.log").read_text())
     assert words[:3] == ["train", "deit3", "--model=baseline_tiny_patch16_224"]
-    assert {"--data=DATA", "--seed=0", "--colors=device", "--epochs=20"} <= set(words)
+    assert {"--data=DATA", "--seed=0", "--crops=device", "--epochs=20"} <= set(words)
 
     file.write_text("done")
     begun.unlink()

@@ -141,7 +141,7 @@ class Job:
         data = f"--data={arguments.data}"
         training = (
             *("train", setting.recipe, f"--model={setting.model(run.family)}", data, f"--out={self.folder}"),
-            *(f"--seed={run.seed}", *setting.options, *run.options, "--cache=true", "--colors=device"),
+            *(f"--seed={run.seed}", *setting.options, *run.options, "--cache=true", "--crops=device"),
             *(f"--run.workers={arguments.workers}", f"--run.compile={arguments.compile}", *arguments.extra),
         )
         yield {"train.log": training}

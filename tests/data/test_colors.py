@@ -83,8 +83,8 @@ def test_images_of_a_batch_do_not_see_each_other(images):
 @pytest.mark.parametrize(
     ("in_workers", "on_device"),
     [
-        (deit3_transform(24), deit3_transform(24, on_device=True)),
-        (ViewTransform(24, solarize=0.5), ViewTransform(24, solarize=0.5, on_device=True)),
+        (deit3_transform(24), deit3_transform(24, colors="device")),
+        (ViewTransform(24, solarize=0.5), ViewTransform(24, solarize=0.5, colors="device")),
     ],
     ids=["deit3", "view"],
 )
@@ -102,7 +102,7 @@ def test_both_ways_give_nearly_the_same_image(images, in_workers, on_device):
 
 def test_the_mean_error_is_small_because_the_changes_are_the_same(images):
     """The comparison above is sharp: another seed is far away."""
-    transform = deit3_transform(24, on_device=True)
+    transform = deit3_transform(24, colors="device")
     errors = [
         (255 * (transform(image, seed) - transform(image, seed + 1)) * 0.225).abs().mean().item()
         for seed, image in enumerate(images * 5)
@@ -113,7 +113,7 @@ def test_the_mean_error_is_small_because_the_changes_are_the_same(images):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loaders_paint(workers):
 
-    transform = deit3_transform(16, on_device=True)
+    transform = deit3_transform(16, colors="device")
     loader = TrainLoader(open_source("digits"), transform, batch_size=8, workers=workers)
     batch = next(loader.batches(0, 1))
     assert batch.images.shape == (8, 3, 16, 16)
@@ -123,9 +123,11 @@ def test_loaders_paint(workers):
 
 
 def test_views_are_painted_together(images):
-    plain, later = (dinov2_views(24, 16, 2, on_device=where) for where in (False, True))
-    for made, expected in zip(later.pixels(images[0], 3), plain.pixels(images[0], 3), strict=True):
-        ours, theirs = later.normalize(made), plain.normalize(expected)
+    made = [
+        views.normalize(views.pixels(images[0], 3))
+        for views in (dinov2_views(24, 16, 2, colors=where) for where in ("workers", "device"))
+    ]
+    for theirs, ours in zip(*made, strict=True):
         assert ours.shape == theirs.shape
         assert (255 * 0.225 * (ours - theirs)).abs().mean() < 3
 

@@ -18,7 +18,7 @@ from quickvit.data import (
     open_source,
 )
 from quickvit.data.colors import draw_jitter, paint_image
-from quickvit.data.transforms import random_resized_crop
+from quickvit.data.crops import Crop, crop_image, draw_box
 
 # PyTorch warns of more workers than cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -30,9 +30,9 @@ def image():
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
 
 
-def crop(image, seed, scale, side=16):
-    """The crop with which every view of this seed begins."""
-    return random_resized_crop(image, (side, side), random.Random(seed), scale)
+def crop(image, draws):
+    """The crop with which every view begins."""
+    return crop_image(image, Crop(*draw_box(40, 50, draws, (0.32, 1.0))), (16, 16), "bicubic")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def crop(image, seed, scale, side=16):
 def test_each_operation_is_that_of_torchvision(image, name, operation):
     view = ViewTransform(16, **{**NEVER, name: 1.0})
     for seed in range(5):
-        expected = functional.pil_to_tensor(operation(crop(image, seed, (0.32, 1.0))))
+        expected = functional.pil_to_tensor(operation(crop(image, random.Random(seed))))
         assert torch.equal(view.pixels(image, seed), expected)
 
 
@@ -56,7 +56,7 @@ def test_jitter_and_blur_change_colours_and_details(image):
     base = ViewTransform(16, **NEVER)
     jittered, blurred = (ViewTransform(16, **{**NEVER, name: 1.0}) for name in ("jitter", "blur"))
     draws = random.Random(3)
-    cropped = random_resized_crop(image, (16, 16), draws, (0.32, 1.0))
+    cropped = crop(image, draws)
     for _ in range(4):
         draws.random()
     expected = paint_image(cropped, draw_jitter(draws, 0.4, 0.4, 0.2, 0.1))
@@ -140,8 +140,9 @@ def test_a_batch_is_normalised_views_and_masks():
     (batch,) = loader().batches(5, 6)
     index = int(batch.indices[4])
     seed = derived_seed(3, 0, index, 0)
-    for views, pixels in zip(batch[:2], transform.pixels(source.read(index).image, seed), strict=True):
-        assert torch.equal(views[4], transform.normalize(pixels))
+    expected = transform.normalize(transform.pixels(source.read(index).image, seed))
+    assert torch.equal(batch.global_views[4], expected.global_views)
+    assert torch.equal(batch.local_views[4], expected.local_views)
     assert torch.equal(batch.masks, BlockMasking((4, 4), group=2)(derived_seed(3, 5, "masks"), 0, 12))
     assert batch.global_views.dtype == torch.float32
 
@@ -151,8 +152,9 @@ def test_a_batch_is_normalised_views_and_masks():
     [
         ({"scale": (0.5, 1.5)}, "scale must be two rising numbers above 0 and at most 1"),
         ({"blur": -0.1}, "blur must be from 0 to 1, got -0.1"),
+        ({"turn": 0.5, "img_size": (16, 8)}, r"only squares can be turned, got img_size \(16, 8\)"),
     ],
 )
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        ViewTransform(16, **options)
+        ViewTransform(**{"img_size": 16, **options})

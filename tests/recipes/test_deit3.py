@@ -18,7 +18,7 @@ from quickvit.data import Mixing, TooManyUnreadable
 from quickvit.data.preprocessing import preprocessing
 from quickvit.recipes import Deit3, Deit3Config
 from quickvit.recipes.deit3 import bce_loss, build_model, resolve, train
-from quickvit.train import RunConfig, World
+from quickvit.train import RunConfig, World, read_metrics
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = {"embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -330,6 +330,17 @@ def test_images_in_memory_train_the_same_weights(config, tmp_path):
     )
     for name, tensor in read.items():
         assert torch.equal(tensor, kept[name]), name
+
+
+def test_crops_by_the_device_train_nearly_the_same(config, tmp_path):
+    losses = []
+    for where in ("workers", "device"):
+        run = replace(config.run, log_every=1)
+        changed = replace(config, out=tmp_path / where, cache=True, colors="device", crops=where, run=run)
+        train(changed)
+        losses.append([row["loss"] for row in read_metrics(changed.out) if "loss" in row])
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_more_unreadable_images_than_allowed_stop_a_run(config, images, tmp_path):

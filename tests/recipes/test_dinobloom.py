@@ -1,6 +1,7 @@
 """DinoBloom: from a checkpoint, on weighted folders, judged before and after."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -92,6 +93,13 @@ def test_the_command(cells, backbone, tmp_path, capsys):
     last = load_checkpoint(out / "model.safetensors")
     assert not torch.equal(last.blocks[0].attn.qkv.weight_1, start.blocks[0].attn.qkv.weight_1)
     assert last.pretrained_cfg["crop_mode"] == "squash"
+
+
+def test_squeezed_images_are_cropped_by_the_device(cells, backbone, tmp_path, capsys):
+    """Whatever their sizes were, those of local views too."""
+    words = ("--crops", "device", "--local-views", "2", "--local-size", "8", "--cache", "true")
+    assert main([*command(cells, backbone, tmp_path / "run"), *words]) == 0, capsys.readouterr().err
+    assert all(math.isfinite(value) for row in read_metrics(tmp_path / "run") for value in row.values())
 
 
 def config(cells, backbone, **changes):

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -610,6 +611,32 @@ def test_settings_of_another_run_are_refused(config):
     train(config(steps=3))
     with pytest.raises(ValueError, match=r"with other settings: asked for momentum 0\.5 instead of 0\.992"):
         train(config(steps=3, momentum=0.5))
+
+
+# ---------------------------------------------------------------------- crops by the device
+
+
+def test_crops_by_the_device_are_nearly_the_same(config):
+    theirs, ours = (
+        first_batch(recipe_of(config(colors="device", crops=where))) for where in ("workers", "device")
+    )
+    assert torch.equal(theirs.masks, ours.masks)
+    for name in ("global_views", "local_views"):
+        assert getattr(ours, name).shape == getattr(theirs, name).shape
+        assert (getattr(ours, name) - getattr(theirs, name)).abs().mean() < 0.02
+
+
+def test_crops_by_the_device_train(config):
+    chosen = config(crops="device", cache=True, steps=4)
+    assert train(chosen).steps == 4
+    assert all(math.isfinite(row["loss"]) for row in read_metrics(chosen.out) if "loss" in row)
+
+
+def test_crops_by_the_device_go_on_where_they_were(config):
+    recipe = recipe_of(config(crops="device"))
+    later = next(recipe.batches(2, World()))
+    _, _, expected = islice(recipe.batches(0, World()), 3)
+    assert all(torch.equal(a, b) for a, b in zip(later, expected, strict=True))
 
 
 # ---------------------------------------------------------------------- the command

@@ -136,7 +136,7 @@ def color(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def paint_batch(pixels: Tensor, changes: Tensor) -> Tensor:
-    """Bytes [..., 3, H, W] after the changes [..., S, 2] of each, as float32 from 0 to 255."""
+    """Levels [..., 3, H, W] from 0 to 255 after the changes [..., S, 2] of each, as float32."""
     x = pixels.reshape(-1, *pixels.shape[-3:]).float()
     changes = changes.reshape(len(x), -1, 2)
     # What is to be done is known on the host, which then need not wait for the device.

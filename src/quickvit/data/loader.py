@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from quickvit.data.colors import Unpainted
+from quickvit.data.crops import Uncropped
 from quickvit.data.images import Unreadable
 from quickvit.data.mixing import Mixing
 from quickvit.data.seeds import derived_seed
-from quickvit.data.sources import Source
+from quickvit.data.sources import CachedSource, Source
 from quickvit.data.transforms import AnyTransform, Transform, TwoSteps
 
 logger = logging.getLogger(__name__)
@@ -206,7 +205,8 @@ class Loaded(NamedTuple):
     number: int
 
 
-# The samples of a rank, the step, and the place of the first of them in the global batch → a named tuple of tensors.
+# The samples of a rank, the step, and the place of the first of them in the global batch → a named tuple: what the
+# transform gave, stacked, and further tensors.
 Collate = Callable[[Sequence[Loaded], int, int], Any]
 
 
@@ -263,12 +263,12 @@ class _Steps(Dataset[_Loaded]):
         places_apart = sorted(places, key=lambda place: place % self.order.repeats)
         samples: list[Loaded] = []
         unreadable: list[tuple[str, str]] = []
-        make = _first_step(self.transform)
+        load = _reader(self.source, self.transform, unreadable)
         for place in places_apart[self.part]:
             index, view = self.order(epoch, place)
             seed = derived_seed(self.seed, epoch, index, view)
             others = (derived_seed(seed, "replacement", i) % len(self.source) for i in range(REPLACEMENTS))
-            candidates = (_read(self.source, make, i, seed, unreadable) for i in chain([index], others))
+            candidates = (load(i, seed) for i in chain([index], others))
             sample = next((found for found in candidates if found is not None), None)
             if sample is None:
                 return _Loaded(None, unreadable)
@@ -293,34 +293,34 @@ class _Parts(Dataset[_Loaded]):
         unreadable: list[tuple[str, str]] = []
         indices = self.part[number * self.batch_size : (number + 1) * self.batch_size]
         seeds = (derived_seed(self.seed, index) for index in indices)
-        make = _first_step(self.transform)
+        load = _reader(self.source, self.transform, unreadable)
         samples = [
             sample
             for index, seed in zip(indices, seeds, strict=True)
-            if (sample := _read(self.source, make, index, seed, unreadable)) is not None
+            if (sample := load(index, seed)) is not None
         ]
         return _Loaded(_collate(samples) if samples else None, unreadable)
 
 
-def _first_step(transform: AnyTransform) -> Callable[[Image.Image, int], Any]:
-    """What workers do of a transform: bytes are a quarter of the traffic between processes."""
-    return transform.pixels if isinstance(transform, TwoSteps) else transform
+def _reader(
+    source: Source, transform: AnyTransform, unreadable: list[tuple[str, str]]
+) -> Callable[[int, int], Loaded | None]:
+    """What workers do with the number of a sample and a seed; or nothing, and they note why."""
+    # Bytes are a quarter of the traffic between processes; and those in memory need not become an image first.
+    make = transform.pixels if isinstance(transform, TwoSteps) else transform
+    read: Callable[[int], tuple[Any, int]] = source.read
+    if isinstance(source, CachedSource) and getattr(transform, "takes_bytes", False):
+        read = source.read_bytes
 
+    def load(index: int, seed: int) -> Loaded | None:
+        try:
+            image, target = read(index)
+        except Unreadable as error:
+            unreadable.append((error.path, error.reason))
+            return None
+        return Loaded(make(image, seed), target, index)
 
-def _read(
-    source: Source,
-    make: Callable[[Image.Image, int], Any],
-    index: int,
-    seed: int,
-    unreadable: list[tuple[str, str]],
-) -> Loaded | None:
-    """What a transform makes of a sample; or nothing, and why."""
-    try:
-        image, target = source.read(index)
-    except Unreadable as error:
-        unreadable.append((error.path, error.reason))
-        return None
-    return Loaded(make(image, seed), target, index)
+    return load
 
 
 def stack(items: Sequence[Any]) -> Any:
@@ -330,9 +330,21 @@ def stack(items: Sequence[Any]) -> Any:
     return type(items[0])(*map(stack, zip(*items, strict=True)))
 
 
+def collate(images: Sequence[Any]) -> Any:
+    """The same for what a transform gave of each sample, where a worker shares it with the training process."""
+    if isinstance(images[0], Uncropped):
+        sizes = sorted({tuple(image.pixels.shape) for image in images})
+        if len(sizes) > 1:
+            some = " and ".join(f"{height} × {width}" for height, width, _ in sizes[:2])
+            raise ValueError(
+                f"images that the device crops must have one size, got {some} pixels; leave crops to the workers"
+            )
+    return default_collate(list(images))
+
+
 def _collate(samples: Sequence[Loaded], step: int = 0, first: int = 0) -> Batch:  # noqa: ARG001
     images, targets, indices = zip(*samples, strict=True)
-    return Batch(stack(images), torch.tensor(targets), torch.tensor(indices))
+    return Batch(collate(images), torch.tensor(targets), torch.tensor(indices))
 
 
 # ---------------------------------------------------------------------- in the training process
@@ -390,17 +402,19 @@ class _Pipeline:
             raise self.error(f"more than max_unreadable={self.max_unreadable:g} allows")
 
     def _finish(self, batch: Any) -> Any:
-        """The tensors of a batch on the device; bytes are images and become normalised."""
-        return type(batch)(*map(self._arrive, batch))
-
-    def _arrive(self, item: Any) -> Any:
-        if isinstance(item, Unpainted):
-            # The changes stay behind: the host must know them to ask the device for them.
-            item = item._replace(pixels=item.pixels.to(self.device, non_blocking=True))
+        """The images of a batch, normalised, and its other tensors, on the device."""
+        images, *others = batch
+        if isinstance(self.transform, TwoSteps):
+            images = self.transform.normalize(self._send_bytes(images))
         else:
-            item = item.to(self.device, non_blocking=True)
-        if isinstance(self.transform, TwoSteps) and (
-            isinstance(item, Unpainted) or item.dtype == torch.uint8
-        ):
-            return self.transform.normalize(item)
-        return item
+            images = self._send(images)
+        return type(batch)(images, *map(self._send, others))
+
+    def _send_bytes(self, images: Any) -> Any:
+        """Images on the device. What is to be done with them stays behind: the host must know it to ask for it."""
+        if isinstance(images, Tensor):
+            return self._send(images) if images.dtype == torch.uint8 else images
+        return type(images)(*map(self._send_bytes, images))
+
+    def _send(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)

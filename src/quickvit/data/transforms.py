@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from random import Random
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from PIL import Image
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.data.transforms import str_to_pil_interp
 from timm.data.transforms_factory import create_transform
 from torch import Tensor
 
@@ -28,11 +26,14 @@ from quickvit.data.colors import (
     paint_batch,
     paint_image,
 )
+from quickvit.data.crops import FILTERS, Crop, Drawn, Uncropped, crop_batch, crop_image, draw_box
 from quickvit.models.checkpoints import CROP_MODES, INTERPOLATIONS
 
 Color = tuple[float, float, float]
 Transform = Callable[[Image.Image, int], Tensor]
 """An image and a seed → what a model sees of it."""
+Where = Literal["workers", "device"]
+"""Who augments: the loader's processes one image after the other, or the device a whole batch at once."""
 
 
 @runtime_checkable
@@ -43,8 +44,8 @@ class TwoSteps(Protocol):
         """An image as bytes."""
         ...
 
-    def normalize(self, pixels: Any) -> Tensor:
-        """Bytes [..., 3, H, W] as the model sees them."""
+    def normalize(self, pixels: Any) -> Any:
+        """A batch of them as the model sees it."""
         ...
 
 
@@ -71,12 +72,16 @@ class PixelTransform(ABC):
             raise ValueError(f"std must be above 0, got {self.std}")
 
     @abstractmethod
-    def pixels(self, image: Image.Image, seed: int) -> Tensor | Unpainted:
-        """An image as bytes [3, H, W], its colours changed or to be changed."""
+    def pixels(self, image: Image.Image, seed: int) -> Tensor | Unpainted | Uncropped:
+        """An image as bytes [3, H, W], or what is yet to be made into that."""
 
-    def normalize(self, pixels: Tensor | Unpainted) -> Tensor:
+    def normalize(self, pixels: Tensor | Unpainted | Uncropped) -> Tensor:
         """Bytes [..., 3, H, W] → (x / 255 − mean) / std in float32, on the device that they are on."""
-        values = paint_batch(*pixels) if isinstance(pixels, Unpainted) else pixels.float()
+        if isinstance(pixels, Uncropped):
+            crops, changes = pixels.drawn
+            values = paint_batch(crop_batch(pixels.pixels, crops, self.size, self.interpolation), changes)
+        else:
+            values = paint_batch(*pixels) if isinstance(pixels, Unpainted) else pixels.float()
         mean, std = (color(tuple(each), values.device) for each in (self.mean, self.std))
         return values.div_(255).sub_(mean).div_(std)
 
@@ -138,18 +143,65 @@ def eval_transform(
     return EvalTransform(img_size, interpolation=interpolation, mean=mean, std=std, crop_ratio=crop_ratio)
 
 
+# ---------------------------------------------------------------------- augmentation
+
+
+@dataclass(frozen=True)
+class RandomTransform(PixelTransform):
+    """A part of an image, moved and in other colours, as a seed decides.
+
+    colors, crops: where they are carried out. A device that crops changes colours too, since those come last.
+    """
+
+    _: KW_ONLY
+    colors: Where = "workers"
+    crops: Where = "workers"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("colors", "crops"):
+            if getattr(self, name) not in get_args(Where):
+                raise ValueError(f"{name} must be workers or device, got {getattr(self, name)!r}")
+        if self.crops == "device" and self.interpolation not in FILTERS:
+            raise ValueError(
+                f"a device crops by {' or '.join(FILTERS)} interpolation, got {self.interpolation!r}; "
+                "leave crops to the workers"
+            )
+
+    @abstractmethod
+    def draw(self, height: int, width: int, seed: int) -> tuple[Crop, list[Change]]:
+        """What becomes of an image of this size."""
+
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether `pixels` wants nothing of an image but its bytes [H, W, 3], and takes them in its place."""
+        return self.crops == "device"
+
+    def pixels(self, image: Image.Image | Tensor, seed: int) -> Tensor | Unpainted | Uncropped:
+        """What the seed decides, as bytes, or what is yet to be made into that."""
+        if self.takes_bytes:
+            pixels = to_tensor(image)
+            height, width, _ = pixels.shape
+            return Uncropped(pixels, Drawn.record(*self.draw(height, width, seed)))
+        assert isinstance(image, Image.Image)
+        crop, changes = self.draw(image.height, image.width, seed)
+        image = crop_image(image, crop, self.size, self.interpolation)
+        if self.colors == "device":
+            return Unpainted(to_tensor(image).permute(2, 0, 1), torch.tensor(changes).view(-1, 2))
+        return to_tensor(paint_image(image, changes)).permute(2, 0, 1)
+
+
 # ---------------------------------------------------------------------- DeiT III
 
 
 @dataclass(frozen=True)
-class DeiT3Transform(PixelTransform):
+class DeiT3Transform(RandomTransform):
     """DeiT III's augmentation: random resized crop, flip, ThreeAugment, colour jitter.
 
     scale, ratio: area and aspect of the crop, relative to the image's area and absolute.
     flip: probability of a mirroring left to right.
     three_augment: one of grayscale, solarisation and Gaussian blur for every image, with equal odds.
     color_jitter: brightness, contrast and saturation, in random order, each by a factor from 1 ± so much.
-    on_device: colours change in `normalize`, for a whole batch at once.
     """
 
     scale: tuple[float, float] = (0.08, 1.0)
@@ -157,7 +209,6 @@ class DeiT3Transform(PixelTransform):
     flip: float = 0.5
     three_augment: bool = True
     color_jitter: float = 0.3
-    on_device: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,16 +223,14 @@ class DeiT3Transform(PixelTransform):
         if self.color_jitter < 0:
             raise ValueError(f"color_jitter must be at least 0, got {self.color_jitter}")
 
-    def pixels(self, image: Image.Image, seed: int) -> Tensor | Unpainted:
-        """The crop that the seed decides, as bytes."""
+    def draw(self, height: int, width: int, seed: int) -> tuple[Crop, list[Change]]:
+        """The crop, whether it is mirrored, and its colours."""
         random = Random(seed)
-        image = random_resized_crop(image, self.size, random, self.scale, self.ratio, self.interpolation)
-        if random.random() < self.flip:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        crop = Crop(*draw_box(height, width, random, self.scale, self.ratio), random.random() < self.flip)
         changes = [draw_three_augment(random)] if self.three_augment else []
         if self.color_jitter:
             changes += draw_jitter(random, *(self.color_jitter,) * 3)
-        return to_bytes(image, changes, self.on_device)
+        return crop, changes
 
 
 def deit3_transform(img_size: int | tuple[int, int] = 224, **options: Any) -> DeiT3Transform:
@@ -192,49 +241,16 @@ def deit3_transform(img_size: int | tuple[int, int] = 224, **options: Any) -> De
 # ---------------------------------------------------------------------- parts
 
 
-def random_resized_crop(
-    image: Image.Image,
-    size: tuple[int, int],
-    random: Random,
-    scale: tuple[float, float] = (0.08, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
-    interpolation: str = "bicubic",
-) -> Image.Image:
-    """A random part of an image resized to `size`, as timm draws it."""
-    top, left, height, width = _crop_box(image.height, image.width, random, scale, ratio)
-    part = image.crop((left, top, left + width, top + height))
-    return part.resize(size[::-1], str_to_pil_interp(interpolation))
-
-
-def _crop_box(
-    height: int, width: int, random: Random, scale: tuple[float, float], ratio: tuple[float, float]
-) -> tuple[int, int, int, int]:
-    """Top, left, height and width; the centre with the nearest aspect if ten draws do not fit."""
-    for _ in range(10):
-        area = random.uniform(*scale) * height * width
-        aspect = math.exp(random.uniform(math.log(ratio[0]), math.log(ratio[1])))
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            return random.randint(0, height - h), random.randint(0, width - w), h, w
-    h, w = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
-    return (height - h) // 2, (width - w) // 2, h, w
-
-
 def draw_three_augment(random: Random) -> Change:
     """One of grayscale, solarisation above 128 and Gaussian blur."""
     choice = random.randrange(3)
     return (GRAYSCALE, SOLARIZE)[choice] if choice < 2 else draw_blur(random)
 
 
-def to_bytes(image: Image.Image, changes: Sequence[Change], later: bool) -> Tensor | Unpainted:
-    """An RGB image as bytes [3, H, W] after its changes, or before them and with them."""
-    if not later:
-        return to_tensor(paint_image(image, changes))
-    return Unpainted(to_tensor(image), torch.tensor(changes).view(-1, 2))
-
-
-def to_tensor(image: Image.Image) -> Tensor:
-    """An RGB image as bytes [3, H, W]."""
+def to_tensor(image: Image.Image | Tensor) -> Tensor:
+    """An RGB image as bytes [H, W, 3], if it is not that already."""
+    if isinstance(image, Tensor):
+        return image
     # Twice as fast for small images as by way of NumPy's array interface.
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
+    return pixels.view(image.height, image.width, 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple
@@ -11,12 +11,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from quickvit.data.colors import GRAYSCALE, SOLARIZE, UNCHANGED, Unpainted, draw_blur, draw_jitter
-from quickvit.data.loader import Loaded, StepLoader, stack
+from quickvit.data.colors import GRAYSCALE, SOLARIZE, UNCHANGED, Change, draw_blur, draw_jitter
+from quickvit.data.crops import Crop, Drawn, Uncropped, draw_box
+from quickvit.data.loader import Loaded, StepLoader, collate, stack
 from quickvit.data.masking import BlockMasking
 from quickvit.data.seeds import derived_seed
 from quickvit.data.sources import Source
-from quickvit.data.transforms import PixelTransform, random_resized_crop, to_bytes
+from quickvit.data.transforms import RandomTransform, Where, to_tensor
 
 # DINOv2's: brightness, contrast, saturation, hue.
 JITTER = (0.4, 0.4, 0.2, 0.1)
@@ -25,12 +26,11 @@ LOCAL_SCALE = (0.05, 0.32)
 
 
 @dataclass(frozen=True)
-class ViewTransform(PixelTransform):
+class ViewTransform(RandomTransform):
     """A random crop of an image, moved and coloured; what happens to it has a probability each.
 
     scale: area of the crop, relative to the image's. mirror: left to right. flip: upside down. turn: by 90°.
     jitter: brightness, contrast, saturation and hue change. grayscale, blur, solarize: of values above 128.
-    on_device: colours change in `normalize`, for a whole batch at once.
     """
 
     scale: tuple[float, float] = GLOBAL_SCALE
@@ -41,7 +41,6 @@ class ViewTransform(PixelTransform):
     grayscale: float = 0.2
     blur: float = 0.5
     solarize: float = 0.0
-    on_device: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,23 +50,28 @@ class ViewTransform(PixelTransform):
         for name in ("mirror", "flip", "turn", "jitter", "grayscale", "blur", "solarize"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
+        if self.turn and self.size[0] != self.size[1]:
+            raise ValueError(f"only squares can be turned, got img_size {self.img_size}")
 
-    def pixels(self, image: Image.Image, seed: int) -> Tensor | Unpainted:
-        """The view that the seed decides, as bytes."""
+    def draw(self, height: int, width: int, seed: int) -> tuple[Crop, list[Change]]:
+        """The crop, how it is moved, and its colours."""
         random = Random(seed)
-        image = random_resized_crop(image, self.size, random, self.scale, interpolation=self.interpolation)
-        for probability, move in (
-            (self.mirror, Image.Transpose.FLIP_LEFT_RIGHT),
-            (self.flip, Image.Transpose.FLIP_TOP_BOTTOM),
-            (self.turn, Image.Transpose.ROTATE_90),
-        ):
-            if random.random() < probability:
-                image = image.transpose(move)
+        box = draw_box(height, width, random, self.scale)
+        crop = Crop(
+            *box, *(random.random() < probability for probability in (self.mirror, self.flip, self.turn))
+        )
         changes = draw_jitter(random, *JITTER) if random.random() < self.jitter else [UNCHANGED] * len(JITTER)
         changes.append(GRAYSCALE if random.random() < self.grayscale else UNCHANGED)
         changes.append(draw_blur(random) if random.random() < self.blur else UNCHANGED)
         changes.append(SOLARIZE if random.random() < self.solarize else UNCHANGED)
-        return to_bytes(image, changes, self.on_device)
+        return crop, changes
+
+
+class Views(NamedTuple):
+    """Global and local views; of batches normalised, [B, G, 3, H, W] and [B, L, 3, h, w]."""
+
+    global_views: Any
+    local_views: Any
 
 
 @dataclass(frozen=True)
@@ -81,21 +85,45 @@ class MultiCrop:
     local_views: tuple[ViewTransform, ...]
     squeeze: int | None = None
 
-    def pixels(self, image: Image.Image, seed: int) -> tuple[Any, Any]:
-        """The views as bytes, [global views, 3, H, W] and [local views, 3, h, w]."""
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether `pixels` wants nothing of an image but its bytes [H, W, 3], and takes them in its place."""
+        return self.global_views[0].takes_bytes and self.squeeze is None
+
+    def pixels(self, image: Image.Image | Tensor, seed: int) -> Views | Uncropped:
+        """The views as bytes; or the image, once, with the numbers of its views."""
         if self.squeeze is not None:
+            assert isinstance(image, Image.Image)
             image = image.resize((self.squeeze, self.squeeze), Image.Resampling.LANCZOS)
         views = [
-            view.pixels(image, derived_seed(seed, number))
+            (view, derived_seed(seed, number))
             for number, view in enumerate((*self.global_views, *self.local_views))
         ]
-        number = len(self.global_views)
-        local = stack(views[number:]) if self.local_views else torch.empty(0, 3, 0, 0, dtype=torch.uint8)
-        return stack(views[:number]), local
+        if self.global_views[0].takes_bytes:
+            pixels = to_tensor(image)
+            height, width, _ = pixels.shape
+            drawn = [view.draw(height, width, seed) for view, seed in views]
+            return Uncropped(pixels, self._split(drawn, _record))
+        return self._split([view.pixels(image, seed) for view, seed in views], stack)
 
-    def normalize(self, pixels: Tensor | Unpainted) -> Tensor:
-        """Bytes [..., 3, H, W] in the colours that the model expects."""
-        return self.global_views[0].normalize(pixels)
+    def normalize(self, pixels: Views | Uncropped) -> Views:
+        """Views in the colours that the model expects."""
+        if isinstance(pixels, Uncropped):
+            image = pixels.pixels
+            pixels = Views(
+                *(Uncropped(image, drawn) if isinstance(drawn, Drawn) else drawn for drawn in pixels.drawn)
+            )
+        kinds = (self.global_views, self.local_views or self.global_views)
+        return Views(*(views[0].normalize(part) for views, part in zip(kinds, pixels, strict=True)))
+
+    def _split(self, views: Sequence[Any], join: Callable[[Sequence[Any]], Any]) -> Views:
+        number = len(self.global_views)
+        local = join(views[number:]) if self.local_views else torch.empty(0, 3, 0, 0, dtype=torch.uint8)
+        return Views(join(views[:number]), local)
+
+
+def _record(views: Sequence[tuple[Crop, list[Change]]]) -> Drawn:
+    return Drawn.record(*zip(*views, strict=True))
 
 
 def dinov2_views(
@@ -105,14 +133,15 @@ def dinov2_views(
     *,
     global_scale: tuple[float, float] = GLOBAL_SCALE,
     local_scale: tuple[float, float] = LOCAL_SCALE,
-    on_device: bool = False,
+    colors: Where = "workers",
+    crops: Where = "workers",
 ) -> MultiCrop:
     """DINOv2's views: two global ones, blurred always and seldom, the second solarised at times; and local ones.
 
     The probabilities are those that DINO, BYOL and DINOv2's configuration name. In DINOv2's released code they
     are those of leaving the blur out, so that its first view is never blurred and its second one nearly always.
     """
-    first = ViewTransform(global_size, scale=global_scale, blur=1.0, on_device=on_device)
+    first = ViewTransform(global_size, scale=global_scale, blur=1.0, colors=colors, crops=crops)
     second = replace(first, blur=0.1, solarize=0.2)
     local = replace(first, img_size=local_size, scale=local_scale, blur=0.5)
     return MultiCrop((first, second), (local,) * local_views)
@@ -125,14 +154,15 @@ def dinobloom_views(
     *,
     global_scale: tuple[float, float] = GLOBAL_SCALE,
     local_scale: tuple[float, float] = LOCAL_SCALE,
-    on_device: bool = False,
+    colors: Where = "workers",
+    crops: Where = "workers",
 ) -> MultiCrop:
     """DinoBloom's views of cells: in all eight poses, and with colours that keep their meaning.
 
     By default there are no local ones: the loss between global and local crops did harm there.
     """
     poses: dict[str, Any] = {"mirror": 0.5, "flip": 0.5, "turn": 0.5, "grayscale": 0.0}
-    whole = ViewTransform(global_size, scale=global_scale, blur=0.1, on_device=on_device, **poses)
+    whole = ViewTransform(global_size, scale=global_scale, blur=0.1, colors=colors, crops=crops, **poses)
     local = replace(whole, img_size=local_size, scale=local_scale, blur=0.5)
     return MultiCrop((whole, whole), (local,) * local_views, squeeze=global_size)
 
@@ -165,7 +195,14 @@ class ViewLoader(StepLoader):
 
         Ask for all at once: workers start anew each time.
         """
-        return self.load(start, stop)
+        for views, *others in self.load(start, stop):
+            yield ViewBatch(*views, *others)
+
+
+class _Collated(NamedTuple):
+    views: Any
+    masks: Tensor
+    indices: Tensor
 
 
 @dataclass(frozen=True)
@@ -175,11 +212,9 @@ class _Collate:
     masking: BlockMasking
     seed: int
 
-    def __call__(self, samples: Sequence[Loaded], step: int, first: int) -> ViewBatch:
-        global_views, local_views = zip(*(sample.images for sample in samples), strict=True)
-        return ViewBatch(
-            stack(global_views),
-            stack(local_views),
+    def __call__(self, samples: Sequence[Loaded], step: int, first: int) -> _Collated:
+        return _Collated(
+            collate([sample.images for sample in samples]),
             self.masking(derived_seed(self.seed, step, "masks"), first, len(samples)),
             torch.tensor([sample.number for sample in samples]),
         )

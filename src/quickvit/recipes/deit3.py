@@ -28,6 +28,7 @@ from quickvit.data import (
     open_source,
 )
 from quickvit.data.loader import MAX_UNREADABLE
+from quickvit.data.transforms import Where
 from quickvit.evaluate.accuracy import measure_accuracy
 from quickvit.models import ViT
 from quickvit.recipes.config import as_plain, given, row
@@ -149,9 +150,12 @@ class Deit3Config:
     """Strength of colour jitter (Quick ViTs)."""
     three_augment: bool = True
     """Grayscale, solarisation or blur for every image (DeiT III)."""
-    colors: Literal["workers", "device"] = "workers"
+    colors: Where = "workers"
     """Who changes colours: the loader's processes, as in DeiT III, or the device for a whole batch at once, up to
     rounding the same. Choose it where the loader is what training waits for."""
+    crops: Where = "workers"
+    """Who crops and mirrors, likewise; a device that does changes colours too. For images of one size, best with
+    cache: the loader then hardly does anything but draw numbers."""
     repeats: int | None = None
     """Repeated augmentation: 3, none for fine-tuning (DeiT III)."""
     crop_ratio: float = 1.0
@@ -268,7 +272,8 @@ class Deit3(Recipe):
                 scale=(config.min_crop, 1.0),
                 color_jitter=config.color_jitter,
                 three_augment=config.three_augment,
-                on_device=config.colors == "device",
+                colors=config.colors,
+                crops=config.crops,
             ),
             batch_size=self.batch_size,
             seed=config.seed,

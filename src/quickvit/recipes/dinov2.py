@@ -32,6 +32,7 @@ from quickvit.data import (
     mix,
     open_source,
 )
+from quickvit.data.transforms import Where
 from quickvit.evaluate.classification import KnnClassifier, Splits, open_splits
 from quickvit.evaluate.extract import Features
 from quickvit.evaluate.knn import TEMPERATURE
@@ -231,9 +232,12 @@ class Dinov2Config:
     """auto is bf16 on a GPU (Quick ViTs) and float32 on a CPU."""
     steps_per_epoch: int = 1250
     """Updates that are called an epoch, however many images there are (DINOv2)."""
-    colors: Literal["workers", "device"] = "workers"
+    colors: Where = "workers"
     """Who changes colours: the loader's processes, as in DINOv2, or the device for a whole batch at once, up to
     rounding the same. Choose it where the loader is what training waits for."""
+    crops: Where = "workers"
+    """Who crops and turns, likewise; a device that does changes colours too. For images of one size, best with
+    cache: the loader then hardly does anything but draw numbers."""
     cache: bool = False
     """Keep decoded images in memory, for small ones whose files cost more to open than to augment."""
     seed: int = 0
@@ -411,7 +415,8 @@ class Dinov2(Recipe):
                 config.local_views,
                 global_scale=config.global_scale,
                 local_scale=config.local_scale,
-                on_device=config.colors == "device",
+                colors=config.colors,
+                crops=config.crops,
             ),
             self.masking,
             batch_size=self.batch_size,

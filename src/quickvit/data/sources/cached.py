@@ -38,11 +38,16 @@ class CachedSource:
 
     def read(self, index: int) -> Sample:
         """One sample; raises `Unreadable` as the other source did."""
+        pixels, target = self.read_bytes(index)
+        height, width, _ = pixels.shape
+        return Sample(Image.frombytes("RGB", (width, height), pixels.numpy()), target)
+
+    def read_bytes(self, index: int) -> tuple[Tensor, int]:
+        """The same with the image as it is stored, bytes [H, W, 3]."""
         if index in self.unreadable:
             raise self.unreadable[index]
         end, height, width, target = self.table[index].tolist()
-        pixels = self.pixels[end - height * width * 3 : end].numpy()
-        return Sample(Image.frombytes("RGB", (width, height), pixels), target)
+        return self.pixels[end - height * width * 3 : end].view(height, width, 3), target
 
     def describe(self, index: int) -> str:
         """The other source's."""
