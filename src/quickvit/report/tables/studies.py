@@ -113,7 +113,7 @@ def classification(results: Results) -> Table:
         quoted,
         f"ViT-L/16 of {quotation(paper.DEIT, paper.INVARIANTS)}",
         "Small models, trained alike on upright images of small sets: compare the rows, not with the paper. Mean ± "
-        "standard deviation over seeds. Runs shared a GPU and its processors, so their images/s are no measure of speed.",
+        "standard deviation over seeds. Runs shared a GPU and its processors: their images/s do not measure speed.",
         family_name,
     ).table(results)
 
