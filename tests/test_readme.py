@@ -45,6 +45,16 @@ def test_the_speed_on_a_gpu_is_what_was_measured():
     assert f"| {vit['case']} | {cells} |" in README.read_text()
 
 
+def test_the_speed_of_training_is_what_was_measured():
+    ratios = [
+        f"{row['ratio']:.2f}×"
+        for size in ("large", "huge")
+        for row in json.loads((README.parent / f"benchmarks/h200_block_{size}.json").read_text())["results"]
+        if row["case"].endswith("backward") and row["name"] == "d8"
+    ]
+    assert "{} as fast as timm's at L/16 and {} at H/14".format(*ratios) in README.read_text()
+
+
 def test_the_headline_is_what_was_measured():
     def ratio(name, case):
         record = json.loads((README.parent / "benchmarks" / f"{name}.json").read_text())
