@@ -13,7 +13,7 @@ from quickvit.report.tables import TABLES
 from quickvit.report.tables.computed import compute_scaling, dihedral_groups, paper_models
 from quickvit.report.tables.frozen import frozen_features, hematology
 from quickvit.report.tables.frozen import progress as course
-from quickvit.report.tables.speed import forward_speed, gelu, linear_layers, memory, training_speed
+from quickvit.report.tables.speed import forward_speed, gelu, linear_layers, memory, packing, training_speed
 from quickvit.report.tables.studies import classification, depth, invariants, lift, natural, slanted
 
 ALL = [table for tables in TABLES.values() for table in tables]
@@ -130,10 +130,22 @@ class TestSpeed:
         assert (row["MiB here"], row["saving here"], row["saving paper"]) == ("500", "2.50×", "2.44×")
 
     def test_training(self, bench, add_bench):
-        add_bench("gpu_train", "train", ("ViT-Large/16 dinov2 forward + backward", "h8", 1.3))
-        table = training_speed(read_results(bench))
+        add_bench(
+            "gpu_train",
+            "train",
+            ("ViT-Large/16 dinov2 step", "h8", 1.3),
+            ("ViT-Huge/14, 8 blocks deit3 forward + backward", "h8", 1.4),
+            ("ViT-Large/16 dinov2 packing of h8", "h8, a pass per size", 1.0),
+            ("ViT-Large/16 dinov2 packing of h8", "h8", 1.2),
+        )
+        results = read_results(bench)
+        table = training_speed(results)
         row = cells(table, model="ViT-Large/16", family="h8", recipe="dinov2")
         assert (row["speed-up here"], row["speed-up paper"]) == ("1.30×", "1.16×")
+        row = cells(table, model="ViT-Huge/14, 8 blocks", family="h8", recipe="deit3")
+        assert (row["speed-up here"], row["speed-up paper"]) == ("1.40×", "–")
+        row = cells(packing(results), model="ViT-Large/16", family="h8")
+        assert (row["speed-up here"], row["ms here"]) == ("1.20×", "2.00")
 
     def test_linear(self, bench, add_bench):
         more = {"dtype": "float16", "intensity": 151.6, "ms": 0.0512}

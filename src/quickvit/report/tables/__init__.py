@@ -15,6 +15,7 @@ from quickvit.report.tables.speed import (
     gelu,
     linear_layers,
     memory,
+    packing,
     training_speed,
 )
 from quickvit.report.tables.studies import (
@@ -31,7 +32,7 @@ from quickvit.report.tables.studies import (
 # By chapter, in the order of the page.
 TABLES: dict[str, tuple[Callable[[Results], Table], ...]] = {
     "Compute": (compute_scaling, paper_models, dihedral_groups),
-    "Speed and memory": (forward_speed, block_speed, memory, training_speed, linear_layers, gelu),
+    "Speed and memory": (forward_speed, block_speed, memory, training_speed, packing, linear_layers, gelu),
     "Accuracy": (
         *(classification, recipe, slanted, frozen_features, hematology, progress),
         *(image_labels, masks, turned_answers),

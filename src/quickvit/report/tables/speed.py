@@ -14,10 +14,12 @@ from quickvit.report.tables.beside import family_name, lines, quotation, sources
 from quickvit.report.tables.computed import paper_shape
 
 SIZES = "large huge giant e 22b"
-FORWARD = re.compile(r"(ViT-\w+/\d+) forward")
-INFERENCE = re.compile(r"(ViT-\w+/\d+) (?:forward|inference)")
-BLOCK = re.compile(r"(ViT-\w+/\d+) block (forward(?: \+ backward)?)")
-TRAINING = re.compile(r"(ViT-\w+/\d+) (\w+) forward \+ backward")
+MODEL = r"(ViT-\w+/\d+(?:, \d+ blocks?)?)"
+FORWARD = re.compile(f"{MODEL} forward")
+INFERENCE = re.compile(f"{MODEL} (?:forward|inference)")
+BLOCK = re.compile(rf"{MODEL} block (forward(?: \+ backward)?)")
+TRAINING = re.compile(rf"{MODEL} (\w+) (?:forward \+ backward|step)")
+PACKING = re.compile(rf"{MODEL} dinov2 packing of (\w+)")
 LINEAR = re.compile(r"linear, C = (\d+) → \d+, \d+ tokens")
 LAYER = re.compile(r"(GELU|MLP), C = (\d+), \d+ tokens")
 PLACE = Column("on")
@@ -141,12 +143,45 @@ def training_speed(results: Results) -> Table:
             for line in found
         ),
         quotation(paper.TRAINING),
-        "Forward and backward passes in the shapes of a recipe, beside timm's ViT.",
+        "Forward and backward passes in the shapes of a recipe, those of dinov2 with its heads and losses, beside "
+        "timm's ViT.",
         sources(found),
         (
             "quickvit bench train --sizes large huge --families d8 h8 i8 --out benchmarks/GPU_train.json",
             "quickvit bench train --sizes large huge --families d8 h8 i8 --patch 16 --recipe dinov2 "
             "--out benchmarks/GPU_train_dinov2.json",
+        ),
+    )
+
+
+def packing(results: Results) -> Table:
+    """Crops of several sizes in one pass."""
+    measured = (
+        ((match[1], match[2]), measurement, row)
+        for match, measurement, row in _cases(results, PACKING, "train")
+        if row.name == match[2]
+    )
+    found = lines(measured, Quoted("", "", {(paper.L16, family): {} for family in ("vit", "h8")}))
+    return Table(
+        "packing",
+        "Crops of two sizes in one packed pass",
+        (
+            *(Column("model"), Column("family")),
+            *(Column("speed-up", HERE), Column("ms", HERE), PLACE),
+        ),
+        tuple(
+            (
+                *(line.key[0], family_name(line.key[1])),
+                *(times(line.here("ratio", 2)), line.here("ms"), line.place),
+            )
+            for line in found
+        ),
+        note="A step of DINOv2 less the optimiser: two global and eight local crops of each image. The speed-up is "
+        "that over one pass for each size.",
+        sources=sources(found),
+        commands=(
+            "quickvit bench train --recipe dinov2 --batch 32 --sizes large --families h8 --compile default "
+            "--out benchmarks/GPU_packing.json",
         ),
     )
 
