@@ -16,7 +16,7 @@ bench() {
 }
 
 graphs=(--compile reduce-overhead --repeats 7)
-# Compiling takes a minute for each model of 24 blocks, and a third of that for one of 8, whose ratios are nearly the same.
+# Compiling takes about a minute for a model of 24 blocks; in one of 8, blocks still are most of the work.
 fewer=(--depth 8)
 for piece in "$@"; do
     case $piece in
