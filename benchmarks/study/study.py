@@ -166,8 +166,9 @@ class Job:
         codes = [process.poll() for process in self.processes]
         if None in codes:
             return False
-        if any(codes):
-            print(f"{self.run.name}: stopped with code {max(codes)}, see {self.folder / 'log'}", flush=True)
+        # A process that a signal ended has a negative code.
+        if failed := [code for code in codes if code]:
+            print(f"{self.run.name}: stopped with code {failed[0]}, see {self.folder / 'log'}", flush=True)
             return True
         following = next(self.steps, None)
         if following is not None:

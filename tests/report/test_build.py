@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from quickvit.report.build import GENERATOR, build_report, report_files
-from quickvit.report.figures import FIGURES
+from quickvit.report.figures import FIGURES, curves
 from quickvit.report.results import Results, read_results
 from quickvit.report.symmetry import SYMMETRY, shown_image
 
@@ -183,6 +183,25 @@ def test_figures_are_svg_without_dates(bench, study, add_exploration):
             assert ElementTree.fromstring(svg).tag.endswith("svg")
             assert "dc:date" not in svg
             assert "Matplotlib" not in svg
+
+
+def test_the_course_of_features_is_drawn_upright_and_turned(bench, add_run):
+    def poses(upright, turned):
+        return [
+            {"pose": pose, "answers": {"20-NN": {"accuracy": accuracy}}}
+            for pose, accuracy in (("upright", upright), ("random quarter turn", turned))
+        ]
+
+    progress = [{"step": 0, "poses": poses(0.5, 0.4)}, {"step": 9, "poses": poses(0.9, 0.7)}]
+    for name in ("vit", NASTY):
+        file = add_run("dinov2", "vit", seed=len(name), dataset="cells", progress=progress)
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"name": name}))
+    (panel,) = curves(read_results(bench)).panels
+    ElementTree.fromstring(panel)
+    paths = re.findall(r'<path d="(M[^"]+)" clip-path="[^"]+" style="fill: none(.+?)"', panel)
+    drawn = [(place, "dasharray" in style) for place, style in paths if "stroke-width: 2" in style]
+    assert [dashed for _, dashed in drawn] == [False, False, True, True]
+    assert drawn[0][0] == drawn[1][0] != drawn[2][0] == drawn[3][0]
 
 
 def test_figures_say_what_was_not_run():

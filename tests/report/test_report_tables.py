@@ -13,7 +13,15 @@ from quickvit.report.tables import TABLES
 from quickvit.report.tables.computed import compute_scaling, dihedral_groups, paper_models
 from quickvit.report.tables.frozen import frozen_features, hematology
 from quickvit.report.tables.frozen import progress as course
-from quickvit.report.tables.speed import forward_speed, gelu, linear_layers, memory, packing, training_speed
+from quickvit.report.tables.speed import (
+    block_speed,
+    forward_speed,
+    gelu,
+    linear_layers,
+    memory,
+    packing,
+    training_speed,
+)
 from quickvit.report.tables.studies import classification, depth, invariants, lift, natural, slanted
 
 ALL = [table for tables in TABLES.values() for table in tables]
@@ -122,6 +130,14 @@ class TestSpeed:
             cells(forward_speed(read_results(bench)), model="ViT-Large/16", family="d8")["speed-up here"]
             == "failed"
         )
+
+    def test_blocks(self, bench, add_bench):
+        case = "ViT-Large/16 block forward + backward"
+        add_bench("gpu_block", "block", (case, "d8", 1.7, {"ms": 1.234, "over_floor": 2.05}))
+        table = block_speed(read_results(bench))
+        row = cells(table, model="ViT-Large/16", passes="forward + backward", family="d8")
+        assert (row["speed-up here"], row["ms here"], row["time / floor here"]) == ("1.70×", "1.23", "2.05")
+        assert cells(table, model="ViT-Large/16", passes="forward", family="d8")["ms here"] == NOT_RUN
 
     def test_memory(self, bench, add_bench):
         more = {"ms": None, "memory_mib": 500.0, "memory_ratio": 2.5}
