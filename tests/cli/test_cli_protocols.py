@@ -194,6 +194,10 @@ def test_rotation_of_frozen_features(ask, folder, protocol):
         assert any(rows["45°"]["changes"].values())
         errors = {name: max(found.values()) for name, found in result["feature_errors"].items()}
         assert (max(errors.values()) < 1e-4) == (family == "i8")
+    # Upright they are what the protocol says of them, turned something else.
+    _, out, _ = ask(protocol, "--dtype", "float32", "--json", model=folder / "h8.safetensors")
+    assert rows["upright"]["answers"] == json.loads(out)["answers"]
+    assert rows["90°"]["answers"] != rows["upright"]["answers"]
     code, out, _ = ask("rotation", "--protocol", protocol)
     assert code == 0
     assert out.splitlines()[0].startswith("pose")
