@@ -32,6 +32,7 @@ from quickvit.train import read_metrics
 QUICKVIT = (sys.executable, "-m", "quickvit")
 HERE = Path(__file__).resolve().parent
 POSES = "poses"
+MAIN = "families"
 
 
 @dataclass(frozen=True)
@@ -98,18 +99,22 @@ class Run:
 
 
 def runs(dataset: str, seed: int) -> Iterator[Run]:
-    """All runs of one seed, those of the main comparison first."""
+    """All runs of one seed."""
     setting = SUPERVISED[dataset]
 
     def run(family: str, labels: Mapping[str, str], *options: str) -> Run:
         return Run(setting, family, seed, labels, options)
 
-    yield run("vit", {"families": "vit"})
+    yield run("vit", {MAIN: "vit"})
     same = {"depth": f"k={setting.depth // 2}", "lift": "octic", "initialisation": "matched", "norm": "paper"}
-    yield run("h8", {"families": "h8", **same})
-    yield run("i8", {"families": "i8", "invariants": "power_spectrum"})
-    yield run("d8", {"families": "d8"})
-    yield run("h2", {"families": "h2"})
+    yield run("h8", {MAIN: "h8", **same})
+    yield run("i8", {MAIN: "i8", "invariants": "power_spectrum"})
+    yield run("d8", {MAIN: "d8"})
+    yield run("h2", {MAIN: "h2"})
+    for study, settings in (("dinov2", SELF_SUPERVISED), ("recipe", RECIPE)):
+        if dataset in settings:
+            for family in ("vit", "h8", "i8"):
+                yield Run(settings[dataset], family, seed, {study: family})
     for quarter in (0, 1, 3, 4):
         k = quarter * setting.depth // 4
         yield run("h8", {"depth": f"k={k}"}, f"--octic-depth={k}")
@@ -119,10 +124,6 @@ def runs(dataset: str, seed: int) -> Iterator[Run]:
     yield run("h8", {"lift": "free"}, "--lift=free")
     yield run("h8", {"initialisation": "released"}, '--model-args={"released_init": true}')
     yield run("h8", {"norm": "released"}, '--model-args={"released_norm": true}')
-    for study, settings in (("dinov2", SELF_SUPERVISED), ("recipe", RECIPE)):
-        if dataset in settings:
-            for family in ("vit", "h8", "i8"):
-                yield Run(settings[dataset], family, seed, {study: family})
 
 
 class Job:
@@ -264,6 +265,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         and (arguments.families is None or run.family in arguments.families)
         and not all(place(arguments, *label, seed).exists() for label in run.labels.items())
     ]
+    # The main comparison first, with all its seeds.
+    waiting.sort(key=lambda run: MAIN not in run.labels)
     deadline = time.monotonic() + 60 * arguments.minutes
     running: list[Job] = []
     while waiting or running:

@@ -8,7 +8,11 @@ import torch
 from quickvit.data import TrainLoader, deit3_transform, open_source
 from quickvit.data.crops import FILTERS, Crop, crop_batch, draw_box
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # That synchronisation is looked for.
+    pytest.mark.filterwarnings("default"),
+]
 DEVICE = torch.device("cuda", 0)
 
 

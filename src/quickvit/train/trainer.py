@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,7 @@ class Trainer:
         self.optimizer = recipe.optimizer()
         self.store = None if folder is None else Store(folder / CHECKPOINTS, world, run.keep)
         self.nonfinite = 0
+        self.graphs = world.device.type == "cuda" and run.compile in ("reduce-overhead", "max-autotune")
 
     def fit(self, label: str | None = None) -> Outcome:
         """Train from the newest sound checkpoint, or from the start, to the end or until a signal asks to stop."""
@@ -175,18 +176,33 @@ class Trainer:
         parts = self.recipe.split(batch, self.run.accumulate)
         total: dict[str, Tensor] = {}
         for number, part in enumerate(parts):
+            if self.graphs:
+                # Results of CUDA graphs hold from here to the next beginning, whatever else is called in between.
+                torch.compiler.cudagraph_mark_step_begin()
             with gradients_shared(self.recipe.modules.values(), share=number == len(parts) - 1):
                 with self.recipe.autocast(self.world.device):
                     loss, metrics = self.recipe.loss(part, step)
                 (loss / len(parts)).backward()
+            if self.graphs and len(parts) > 1 and number == 0:
+                self._own_gradients()
             for name, value in {"loss": loss, **metrics}.items():
                 total[name] = total.get(name, 0) + value.detach() / len(parts)
         return total
 
+    def _own_gradients(self) -> None:
+        """Copy gradients out of the memory of a CUDA graph, to add those of its next run to them."""
+        for module in self.recipe.modules.values():
+            for p in module.parameters():
+                p.grad = None if p.grad is None else p.grad.clone()
+
     def evaluate(self, done: int, journal: Journal) -> None:
-        """Note what the recipe says of its modules after so many updates, in evaluation mode."""
+        """Note what the recipe says of its modules after so many updates, in evaluation mode.
+
+        Nothing is compiled for it: that would take longer than most evaluations.
+        """
         self.train_mode(False)
-        with torch.no_grad(), self.recipe.autocast(self.world.device):
+        uncompiled = nullcontext() if self.run.compile == "none" else torch.compiler.set_stance("force_eager")
+        with uncompiled, torch.no_grad(), self.recipe.autocast(self.world.device):
             journal.evaluation(done, self.recipe.evaluate(self.world))
         self.train_mode(True)
         if self.world.device.type == "cuda":
