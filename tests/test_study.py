@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -115,7 +116,7 @@ def test_what_is_interrupted_goes_on_and_what_is_done_is_left_alone(study, tmp_p
 
 def test_a_run_that_fails_has_no_result(study, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(study, "QUICKVIT", (sys.executable, "-c", "raise SystemExit(2)"))
-    assert call(study, tmp_path, "--studies", "lift") == 0
+    assert call(study, tmp_path, "--studies", "lift") == os.EX_SOFTWARE
     assert "lift-free-0: stopped with code 2" in capfd.readouterr().out
     assert not (tmp_path / "results").exists()
 

@@ -130,7 +130,7 @@ class Job:
     """A run in the making: training, then tests."""
 
     def __init__(self, run: Run, arguments: argparse.Namespace) -> None:
-        self.run, self.arguments = run, arguments
+        self.run, self.arguments, self.failed = run, arguments, False
         self.folder = arguments.runs / run.name
         self.folder.mkdir(parents=True, exist_ok=True)
         self.steps = self._steps()
@@ -170,6 +170,7 @@ class Job:
         # A process that a signal ended has a negative code.
         if failed := [code for code in codes if code]:
             print(f"{self.run.name}: stopped with code {failed[0]}, see {self.folder / 'log'}", flush=True)
+            self.failed = True
             return True
         following = next(self.steps, None)
         if following is not None:
@@ -269,8 +270,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     waiting.sort(key=lambda run: MAIN not in run.labels)
     deadline = time.monotonic() + 60 * arguments.minutes
     running: list[Job] = []
+    code = os.EX_OK
     while waiting or running:
-        running = [job for job in running if not job.done()]
+        ended = [job for job in running if job.done()]
+        running = [job for job in running if job not in ended]
+        if any(job.failed for job in ended):
+            code = os.EX_SOFTWARE
         if time.monotonic() > deadline:
             # Training saves and stops; the processes are this one's own.
             processes = [process for job in running for process in job.processes]
@@ -283,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         while waiting and len(running) < arguments.jobs:
             running.append(Job(waiting.pop(0), arguments))
         time.sleep(0.2)
-    return 0
+    return code
 
 
 if __name__ == "__main__":
