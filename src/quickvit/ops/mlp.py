@@ -13,7 +13,7 @@ from quickvit.ops.linear import products
 from quickvit.ops.operator import kernels
 
 # Bytes of the hidden features that exist at one time on a GPU: enough to keep it busy.
-HIDDEN_BYTES = 100 * 2**20
+HIDDEN_BYTES = 400 * 2**20
 
 
 def takes_mlp(x: Tensor, group: DihedralGroup, *parameters: Tensor | None) -> bool:
