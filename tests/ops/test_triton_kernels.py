@@ -13,13 +13,9 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from quickvit.group import Layout  # noqa: E402
-from quickvit.layers import OcticAttention  # noqa: E402
 from quickvit.ops import attention as operators  # noqa: E402
-from quickvit.ops import plain  # noqa: E402
 from quickvit.ops.packing import Shapes, attend, pack, unpack  # noqa: E402
-from quickvit.ops.self_attention import in_rows  # noqa: E402
-from quickvit.ops.triton import attention, channels_first, gelu, heads, norm, weight_gradient, whole_head  # noqa: E402
-from quickvit.testing import randomize  # noqa: E402
+from quickvit.ops.triton import attention, gelu, heads, norm, weight_gradient, whole_head  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -474,53 +470,6 @@ def test_attention_of_whole_heads_has_its_limits() -> None:
     assert not whole_head.takes(257, 104)
     assert not whole_head.takes(whole_head.MAX_TOKENS + 1, 80)
     assert whole_head.attention_whole_head(draw(0, 0, 240), None, 1, ((0, 5),)).shape == (0, 80)
-
-
-@pytest.mark.parametrize("dtype", MATRIX_DTYPES)
-@pytest.mark.parametrize(
-    ("number", "length", "heads", "c", "with_bias"),
-    [
-        (9, 1, 2, 8, True),
-        (3, 5, 1, 16, False),
-        (2, 64, 1, 16, True),
-        (3, 75, 2, 8, True),
-        (2, 33, 2, 10, True),
-        (3, 70, 1, 13, False),
-        (1, 129, 2, 14, True),
-    ],
-)
-def test_attention_of_channels_in_rows(number, length, heads, c, with_bias, dtype) -> None:
-    m, tokens = c * heads, number * length
-    qkv, bias = draw(0, tokens, 24 * m, dtype=dtype), draw(2, 3 * m) if with_bias else None
-    rows = torch.empty(24 * m, -(-tokens // 8) * 8, dtype=dtype, device=DEVICE)
-    rows[:, :tokens] = qkv.T
-    expected, _ = attention_definition(*exact(qkv, bias), heads, ((number, length),))
-    out = channels_first.attention_channels_first(rows, bias, heads, number, length)
-    assert_near(out[:, :tokens].T, expected, dtype, ulps=8 if dtype == torch.float32 else 2)
-
-
-@pytest.mark.parametrize("c", [8, 10])
-def test_attention_in_one_step(c: int) -> None:
-    heads, number, length = 2, 3, 21
-    dtype = MATRIX_DTYPES[1]
-    layer = randomize(OcticAttention(8 * heads * c, heads)).to(DEVICE, dtype)
-    x = draw(3, number, length, 8 * heads * c, dtype=dtype)
-    weights = [*layer.qkv.parameters()], [*layer.proj.parameters()]
-    (qkv_1, qkv_2, bias), (proj_1, proj_2, _) = weights
-    with torch.no_grad():
-        out = in_rows(x.flatten(0, 1), qkv_1, qkv_2, bias, proj_1, proj_2, heads, number, length)
-        layer.proj.bias.zero_()
-        with plain():
-            expected = layer.double()(x.double()).flatten(0, 1)
-    assert_near(out, expected, dtype, ulps=16)
-
-
-def test_sequences_in_rows_do_not_see_each_other() -> None:
-    rows = draw(0, 24 * 8, 3 * 40, dtype=torch.float16)
-    rows[:, 37 : 2 * 37] = math.nan
-    out = channels_first.attention_channels_first(rows, None, 1, 3, 37)[:, : 3 * 37].unflatten(1, (3, 37))
-    assert out[:, 1].isnan().all()
-    assert out[:, ::2].isfinite().all()
 
 
 def test_batches_pass_through_heads_and_back() -> None:

@@ -9,7 +9,6 @@ from quickvit.layers.dropout import OcticDropout
 from quickvit.layers.linear import OcticLinear
 from quickvit.ops import octic_attention
 from quickvit.ops.packing import Shapes
-from quickvit.ops.self_attention import octic_self_attention, takes_self_attention
 
 
 class OcticAttention(nn.Module):
@@ -35,7 +34,6 @@ class OcticAttention(nn.Module):
                 f"{group.order} × num_heads; got width {dim} and num_heads {num_heads}"
             )
         self.num_heads = num_heads
-        self.group = group
         self.qkv = OcticLinear(dim, 3 * dim, bias=qkv_bias, group=group)
         self.attn_drop = attn_drop
         self.proj = OcticLinear(dim, dim, group=group)
@@ -49,16 +47,7 @@ class OcticAttention(nn.Module):
         """As forward, with a bias that is left to add, see `OcticLinear.deferred`."""
         if self.training and self.proj_drop.p:
             return self(x, shapes), None
-        qkv, proj = self.qkv, self.proj
-        dropout = self.training and self.attn_drop
-        if (
-            not dropout
-            and shapes is None
-            and takes_self_attention(x, self.num_heads, self.group, *qkv.parameters(), *proj.parameters())
-        ):
-            weights = qkv.weight_1, qkv.weight_2, qkv.bias, proj.weight_1, proj.weight_2
-            return octic_self_attention(x, *weights, self.num_heads), proj.bias
-        return proj.deferred(self._heads(x, shapes))
+        return self.proj.deferred(self._heads(x, shapes))
 
     def _heads(self, x: Tensor, shapes: Shapes | None) -> Tensor:
         qkv, bias = self.qkv.deferred(x)

@@ -42,10 +42,10 @@ def _views(x: Tensor, n1: int, n2: int) -> tuple[Tensor, list[Tensor]]:
     """The blocks of x [T, C] as batches, without a copy: [n1, T, w] and n2 times [2, T, 2w]."""
     tokens, channels = x.shape
     w = channels // (n1 + 4 * n2)
-    start, (stride, step) = x.storage_offset(), x.stride()
-    one = x.as_strided((n1, tokens, w), (w * step, stride, step), start)
-    sizes, strides = (2, tokens, 2 * w), (2 * w * step, stride, step)
-    two = [x.as_strided(sizes, strides, start + (n1 + 4 * i) * w * step) for i in range(n2)]
+    start, stride = x.storage_offset(), x.stride(0)
+    one = x.as_strided((n1, tokens, w), (w, stride, 1), start)
+    first = start + n1 * w
+    two = [x.as_strided((2, tokens, 2 * w), (2 * w, stride, 1), first + 4 * w * i) for i in range(n2)]
     return one, two
 
 
@@ -64,10 +64,7 @@ def _linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) 
 
 
 def products(x: Tensor, weight_1: Tensor, weight_2: Tensor, out: Tensor) -> None:
-    """Write the map of x [T, C] to out [T, F]: each product straight into its place of the packed result.
-
-    Either may be the transpose of what lies in memory.
-    """
+    """Write the map of x [T, C] to out [T, F]: each product straight into its place of the packed result."""
     if not x.shape[0]:
         return
     n1, n2 = len(weight_1), len(weight_2)
