@@ -201,6 +201,24 @@ def test_compiled_modules_learn_the_same(run, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="TorchInductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_evaluation_compiles_nothing(run, tmp_path):
+    from torch._dynamo.utils import counters
+
+    class Evaluated(Distillation):
+        def evaluate(self, world):
+            before = counters["frames"]["total"]
+            assert before
+            self.modules["student"](torch.randn(5, 6))
+            assert counters["frames"]["total"] == before
+            return {}
+
+    outcome = Trainer(Evaluated(), replace(run, compile="default"), tmp_path).fit()
+    assert len(outcome.evaluations) == 3
+
+
 # ---------------------------------------------------------------------- stopping
 
 
