@@ -31,6 +31,7 @@ for piece in "$@"; do
         dinov2_large) bench "$piece" train --recipe dinov2 --batch 32 --sizes large --families d8 h8 i8 --separate false "${fewer[@]}" "${graphs[@]}" ;;
         dinov2_huge) bench "$piece" train --recipe dinov2 --batch 32 --sizes huge --patch 16 --families d8 h8 i8 --separate false "${fewer[@]}" "${graphs[@]}" ;;
         packing_launched) bench "$piece" train --recipe dinov2 --batch 8 --sizes large --families h8 "${fewer[@]}" --compile default --repeats 7 ;;
+        packing_small) bench "$piece" train --recipe dinov2 --batch 8 --sizes large --families h8 "${fewer[@]}" "${graphs[@]}" ;;
         packing) bench "$piece" train --recipe dinov2 --batch 32 --sizes large --families h8 "${fewer[@]}" "${graphs[@]}" ;;
         memory) bench "$piece" memory --sizes large huge giant e --families d8 h8 i8 --compile none ;;
         memory_22b) bench "$piece" memory --sizes 22b --depth 2 --families d8 --compile none ;;
