@@ -42,7 +42,7 @@ class RunConfig:
     parallel: Parallel = "ddp"
     """With several processes: ddp replicates the weights, fsdp shards them (FSDP2), for models that need it."""
     compile: Compile = "none"
-    """torch.compile's mode; reduce-overhead is the fastest for Quick ViTs on a GPU."""
+    """torch.compile's mode for training; reduce-overhead is the fastest for Quick ViTs on a GPU."""
     accumulate: int = 1
     """Backward passes per update, each over a part of the batch, where a batch does not fit into memory."""
     workers: int = 4
