@@ -22,6 +22,7 @@ for piece in "$@"; do
     case $piece in
         model) bench "$piece" model --sizes large --families d8 h8 --views false "${graphs[@]}" ;;
         views) bench "$piece" model --sizes large --families i8 "${fewer[@]}" "${graphs[@]}" ;;
+        base) bench "$piece" model --sizes base --families d8 h8 i8 --views false "${fewer[@]}" "${graphs[@]}" ;;
         huge) bench "$piece" model --sizes huge --families d8 h8 i8 --views false "${fewer[@]}" "${graphs[@]}" ;;
         giant) bench "$piece" model --sizes giant e --families d8 --views false "${fewer[@]}" "${graphs[@]}" ;;
         22b) bench "$piece" model --sizes 22b --depth 2 --families d8 --views false "${graphs[@]}" ;;
