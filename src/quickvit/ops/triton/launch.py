@@ -1,8 +1,13 @@
 """How kernels are launched from registered operators."""
 
+import copy
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch._higher_order_ops import triton_kernel_wrap
+from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 
@@ -20,3 +25,39 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _remembering(analyse: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's analysis of what a launch reads and writes, done once for each of our kernels and kind of arguments.
+
+    Its compiler asks several times about every launch in a graph, and each time translates the kernel anew, for 50
+    ms: without a memory that is most of what compiling a model takes.
+    """
+    known: dict[Any, Any] = {}
+
+    @functools.wraps(analyse)
+    def remembering(kernel, kwargs, *rest):
+        # A launch with a number of warps comes as a choice of one configuration, a new one each time.
+        function = kernel.fn if isinstance(kernel, Autotuner) else kernel
+        if not function.__module__.startswith("quickvit.") or any(rest):
+            return analyse(kernel, kwargs, *rest)
+        key = function, *((name, _kind(value)) for name, value in kwargs.items())
+        if key not in known:
+            known[key] = analyse(kernel, kwargs, *rest)
+        return copy.deepcopy(known[key])
+
+    return remembering
+
+
+def _kind(value: Any) -> Any:
+    """What an analysis can depend on: the type of a tensor, but the value of a constant."""
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    dtype = getattr(value, "dtype", None)
+    return type(value), str(value.get_dtype() if hasattr(value, "get_dtype") else dtype)
+
+
+# Its name until PyTorch 2.11, and since. Nothing is lost but time where it has another.
+for _name in ("identify_mutated_tensors", "identify_accessed_tensors"):
+    if hasattr(triton_kernel_wrap, _name):
+        setattr(triton_kernel_wrap, _name, _remembering(getattr(triton_kernel_wrap, _name)))

@@ -1,0 +1,81 @@
+"""What PyTorch's compiler asks about launches is worked out once."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = """
+import torch
+import triton
+from torch._higher_order_ops import triton_kernel_wrap
+from triton.backends.compiler import GPUTarget
+from triton.runtime.autotuner import Autotuner
+
+
+class Hopper:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+triton.runtime.driver.set_active(Hopper())
+translate, times = triton_kernel_wrap.generate_ttir, []
+triton_kernel_wrap.generate_ttir = lambda *args: (times.append(args), translate(*args))[1]
+
+from quickvit.ops.triton.norm import _sum_partial
+
+names = "identify_mutated_tensors", "identify_accessed_tensors"
+analyse = next(getattr(triton_kernel_wrap, name) for name in names if hasattr(triton_kernel_wrap, name))
+
+
+def arguments(dtype=torch.float32, M=8, dscale=None):
+    gain, shift = torch.zeros(6 * M, dtype=dtype), torch.zeros(M, dtype=dtype)
+    partial = torch.zeros(4, 7 * M)
+    sizes = dict(M=M, WIDTH=7 * M, BLOCK_P=16, BLOCK=8)
+    return dict(partial=partial, dgain=gain, dshift=shift, dscale=dscale, dbias=None, P=4, **sizes)
+
+
+def asked(kernel, **kinds):
+    # As a launch with a number of warps comes.
+    kernel = triton.autotune([triton.Config({}, num_warps=2)], [])(kernel)
+    assert isinstance(kernel, Autotuner)
+    return analyse(kernel, arguments(**kinds), {})
+
+
+first = asked(_sum_partial)
+assert "dgain" in str(first) and "dshift" in str(first) and "dscale" not in str(first)
+assert str(analyse.__wrapped__(_sum_partial, arguments(), {})) == str(first)
+before = len(times)
+again = asked(_sum_partial)
+assert len(times) == before and str(again) == str(first)
+# An answer is the caller's own.
+again.clear() if isinstance(again, list) else again.read_writes.writes.clear()
+assert str(asked(_sum_partial)) == str(first)
+for kinds in (dict(M=16), dict(dtype=torch.float16), dict(dscale=torch.zeros(48))):
+    known = len(times)
+    assert ("dscale" in str(asked(_sum_partial, **kinds))) == ("dscale" in kinds)
+    assert len(times) == known + 1
+
+
+@triton.jit
+def foreign(x):
+    pass
+
+
+foreign.__module__ = "elsewhere"
+known = len(times)
+analyse(foreign, dict(x=torch.zeros(1)), {})
+analyse(foreign, dict(x=torch.zeros(1)), {})
+assert len(times) == known + 2
+"""
+
+
+def test_launches_of_a_kind_are_analysed_once(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
