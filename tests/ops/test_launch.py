@@ -1,12 +1,16 @@
-"""What PyTorch's compiler asks about launches is worked out once."""
+"""Launches: what a GPU has room for, and what PyTorch's compiler asks about them."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
+
+from quickvit.ops.triton.whole_head import takes
 
 SCRIPT = """
 import torch
@@ -73,9 +77,30 @@ assert len(times) == known + 2
 """
 
 
+def run(*command):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_launches_of_a_kind_are_analysed_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run(script)
+
+
+@pytest.mark.parametrize(
+    "capability", [89, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 86, 90, 100, 120))]
+)
+def test_kernels_fit_gpus_with_little_shared_memory(capability):
+    """Compute capability 8.6, 8.9 and 12.0 have 99 KiB, less than half of Hopper's."""
+    kernels = run(Path(__file__).with_name("compile_kernels.py"), str(capability))
+    assert ("_attention_whole_head" in kernels) == (capability in (80, 90, 100))
+
+
+def test_room_is_known_to_the_compiler():
+    def choose(x):
+        return x + 1 if takes(257, 80, x.device) else x
+
+    assert torch.compile(choose, fullgraph=True, backend="eager")(torch.zeros(())) == 1

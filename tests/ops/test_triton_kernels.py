@@ -458,7 +458,7 @@ def test_attention_rejects_other_head_sizes() -> None:
 )
 def test_attention_of_whole_heads(shapes: Shapes, heads: int, with_bias: bool, dtype: torch.dtype) -> None:
     m, tokens = 10 * heads, sum(number * length for number, length in shapes)
-    assert whole_head.takes(max(length for _, length in shapes), 80)
+    assert whole_head.takes(max(length for _, length in shapes), 80, torch.device(DEVICE))
     qkv, bias = draw(0, tokens, 24 * m, dtype=dtype), draw(2, 3 * m) if with_bias else None
     expected, _ = attention_definition(*exact(qkv, bias), heads, shapes)
     out = whole_head.attention_whole_head(qkv, bias, heads, shapes)
@@ -466,9 +466,12 @@ def test_attention_of_whole_heads(shapes: Shapes, heads: int, with_bias: bool, d
     assert_near(out, expected, dtype, ulps=8 if dtype == torch.float32 else 2)
 
 
-def test_attention_of_whole_heads_has_its_limits() -> None:
-    assert not whole_head.takes(257, 104)
-    assert not whole_head.takes(whole_head.MAX_TOKENS + 1, 80)
+def test_attention_of_whole_heads_has_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device(DEVICE)
+    assert not whole_head.takes(257, 104, device)
+    assert not whole_head.takes(whole_head.MAX_TOKENS + 1, 80, device)
+    monkeypatch.setattr(whole_head, "shared_memory", lambda device: 99 * 2**10)
+    assert not whole_head.takes(257, 80, device)
     assert whole_head.attention_whole_head(draw(0, 0, 240), None, 1, ((0, 5),)).shape == (0, 80)
 
 

@@ -83,7 +83,7 @@ def _fits_whole_heads(qkv: Tensor, bias: Tensor | None, heads: int, longest: int
     from quickvit.ops.triton.whole_head import takes
 
     dim = qkv.shape[-1] // (3 * heads)
-    return qkv.element_size() == 2 and not needs_grad(qkv, bias) and takes(longest, dim)
+    return qkv.element_size() == 2 and not needs_grad(qkv, bias) and takes(longest, dim, qkv.device)
 
 
 @torch.library.triton_op("quickvit::octic_whole_heads", mutates_args=())

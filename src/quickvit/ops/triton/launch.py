@@ -27,6 +27,16 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@torch.compiler.assume_constant_result
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have."""
+    if device.type != "cuda":
+        return 2**20
+    properties = torch.cuda.get_device_properties(device)
+    # AMD's GPUs have no larger amount to ask for.
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
 def _remembering(analyse: Callable[..., Any]) -> Callable[..., Any]:
     """PyTorch's analysis of what a launch reads and writes, done once for each of our kernels and kind of arguments.
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from quickvit.ops.packing import Shapes, places
 from quickvit.ops.tiles import tile
 from quickvit.ops.triton.heads import head_bias, head_columns
-from quickvit.ops.triton.launch import traced
+from quickvit.ops.triton.launch import shared_memory, traced
 
 # By head size: the two parts of a vector.
 PARTS: dict[int, tuple[int, int]] = {80: (64, 16)}
@@ -25,6 +25,8 @@ PARTS: dict[int, tuple[int, int]] = {80: (64, 16)}
 TILE: tuple[int, int, int, int] = (64, 64, 4, 2)
 # More keys and values than these do not fit into shared memory twice, for two programs at a time.
 MAX_TOKENS = 272
+# What a program needs where products cannot read their operands there, as Hopper's do; some GPUs have less.
+SHARED_BYTES = 101_504
 
 _LOG2E = tl.constexpr(1 / math.log(2))
 
@@ -142,9 +144,9 @@ def _attention_whole_head(
         )
 
 
-def takes(tokens: int, dim: int) -> bool:
+def takes(tokens: int, dim: int, device: torch.device) -> bool:
     """Whether heads of this size are known, and there is room for so many keys."""
-    return dim in PARTS and tokens <= MAX_TOKENS
+    return dim in PARTS and tokens <= MAX_TOKENS and shared_memory(device) >= SHARED_BYTES
 
 
 def attention_whole_head(
