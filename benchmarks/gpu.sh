@@ -16,7 +16,7 @@ bench() {
 }
 
 graphs=(--compile reduce-overhead --repeats 7)
-# Compiling takes about a minute for 24 blocks; in a model of 8, blocks still are nearly all of the work.
+# Compiling takes longer than measuring; in a model of 8 blocks they still are nearly all of the work.
 fewer=(--depth 8)
 for piece in "$@"; do
     case $piece in

@@ -67,7 +67,7 @@ def _kind(value: Any) -> Any:
     return type(value), str(value.get_dtype() if hasattr(value, "get_dtype") else dtype)
 
 
-# Its name until PyTorch 2.11, and since. Nothing is lost but time where it has another.
+# Its names in older and newer releases of PyTorch. Nothing is lost but time where it has another.
 for _name in ("identify_mutated_tensors", "identify_accessed_tensors"):
     if hasattr(triton_kernel_wrap, _name):
         setattr(triton_kernel_wrap, _name, _remembering(getattr(triton_kernel_wrap, _name)))
