@@ -15,8 +15,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 DEVICE = "cuda"
-# Width, heads and tokens: heads of 64 read packed channels, those of 80 and 104 go through a copy.
-SHAPES = [(64, 2, 1), (1024, 16, 197), (1280, 16, 257), (1664, 16, 33), (512, 8, 1023)]
+# Width, heads and tokens: heads of 64 and 128 read packed channels, those of 80 and 104 go through a copy.
+SHAPES = [(64, 2, 1), (1024, 16, 197), (1280, 16, 257), (1664, 16, 33), (512, 8, 1023), (1024, 8, 257)]
 
 
 def cases(width, heads, tokens, dtype):
