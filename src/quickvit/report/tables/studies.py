@@ -113,8 +113,8 @@ def classification(results: Results) -> Table:
         quoted,
         f"ViT-L/16 of {quotation(paper.DEIT, paper.INVARIANTS)}",
         "Small models, trained alike on upright images of small sets: compare the rows, not with the paper. Accuracy "
-        "on the validation split, or on the test split where there is no other; nothing was chosen by it. Mean ± "
-        "standard deviation over seeds. Runs shared a GPU and its processors: their images/s do not measure speed.",
+        "on the validation split, or on the test split where there is no other. Mean ± standard deviation "
+        "over seeds. Runs shared a GPU and its processors: their images/s do not measure speed.",
         family_name,
     ).table(results)
 
