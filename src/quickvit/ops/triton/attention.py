@@ -93,7 +93,7 @@ def _forward_step(
     if inside is not None:
         score = tl.where(inside[None, :], score, -float("inf"))
     larger = tl.maximum(largest, tl.max(score, axis=1) * SCALE)
-    weight = tl.math.exp2(score * SCALE - larger[:, None])
+    weight = tl.math.exp2(tl.fma(score, SCALE, -larger[:, None]))
     shrink = tl.math.exp2(largest - larger)
     total = total * shrink + tl.sum(weight, axis=1)
     return larger, total, tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
@@ -172,7 +172,7 @@ def _query_step(
     slope = tl.dot(do, tl.trans(v))
     if inside is not None:
         score = tl.where(inside[None, :], score, -float("inf"))
-    weight = tl.math.exp2(score * SCALE - log_total[:, None])
+    weight = tl.math.exp2(tl.fma(score, SCALE, -log_total[:, None]))
     dscore = weight * (slope - delta[:, None])
     return tl.dot(dscore.to(k.dtype), k, dq)
 
@@ -269,9 +269,9 @@ def _key_step(
     score = tl.dot(k, tl.trans(q))
     slope = tl.dot(v, tl.trans(do))
     if lift is None:
-        weight = tl.math.exp2(score * SCALE - log_total[None, :])
+        weight = tl.math.exp2(tl.fma(score, SCALE, -log_total[None, :]))
     else:
-        weight = tl.math.exp2(score * SCALE + (lift[:, None] - log_total[None, :]))
+        weight = tl.math.exp2(tl.fma(score, SCALE, lift[:, None] - log_total[None, :]))
     dscore = weight * (slope - delta[None, :])
     if lift is not None:
         dlift += tl.sum(dscore, axis=1)

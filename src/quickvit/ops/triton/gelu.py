@@ -78,9 +78,10 @@ def _eighth_of_normal_cdf(t, u, EXACT: tl.constexpr):
         phi = tl.math.erf(t * _ERF_SCALE) * 0.0625 + 0.0625
     else:
         # σ / 8 = 1 / (8 + 8 exp(-p)). The square of rsqrt is one special-function instruction and one
-        # product, a division several instructions.
-        minus_logit = t * ((((u * _Q4 + _Q3) * u + _Q2) * u + _Q1) * u + _Q0)
-        root = tl.math.rsqrt(tl.math.exp2(minus_logit) * 8.0 + 8.0)
+        # product, a division several instructions. Products and sums are fused by name: newer releases of Triton do
+        # not do it by themselves.
+        slope = tl.fma(tl.fma(tl.fma(tl.fma(u, _Q4, _Q3), u, _Q2), u, _Q1), u, _Q0)
+        root = tl.math.rsqrt(tl.fma(tl.math.exp2(t * slope), 8.0, 8.0))
         phi = root * root
     return phi
 
@@ -95,7 +96,8 @@ def _gelu(t, EXACT: tl.constexpr):
 def _gelu_times(t, v, EXACT: tl.constexpr):
     """GELU'(s t) v / 8, GELU'(z) = Φ(z) + z exp(-z²/2) / √(2π)."""
     u = t * t
-    return v * (_eighth_of_normal_cdf(t, u, EXACT) + t * tl.math.exp2(u * _NORMAL_2 + _NORMAL_0))
+    density = tl.math.exp2(tl.fma(u, _NORMAL_2, _NORMAL_0))
+    return v * tl.fma(t, density, _eighth_of_normal_cdf(t, u, EXACT))
 
 
 @triton.jit

@@ -71,7 +71,7 @@ def _attend(q, keys, values, exists, SCALE: tl.constexpr):
         larger = tl.max(score, axis=1) * SCALE
         if segment > 0:
             larger = tl.maximum(largest, larger)
-        weight = tl.math.exp2(score * SCALE - larger[:, None])
+        weight = tl.math.exp2(tl.fma(score, SCALE, -larger[:, None]))
         share = weight.to(v[0].dtype)
         if segment == 0:
             total = tl.sum(weight, axis=1)
