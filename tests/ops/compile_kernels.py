@@ -73,8 +73,8 @@ def launch(length, width, number, hidden):
         heads.to_packed(heads.to_heads(qkv, number, 3, qkv_bias, shapes), 3)
     if whole_head.takes(length, dim, x.device):
         whole_head.attention_whole_head(qkv, qkv_bias, number, shapes)
-    if m in weight_gradient.TILES:
-        for grad, source in ((qkv, x), (x, x), (features, x), (x, features)):
+    for grad, source in ((qkv, x), (x, x), (features, x), (x, features)):
+        if weight_gradient.takes(grad, source):
             weight_gradient.weight_gradient(grad, source)
 
 
@@ -112,7 +112,7 @@ def main(capability):
         sys.stdout.write(f"{name:32} {size:7}\n")
     too_large = [name for name, size in found.values() if size > limit]
     assert not too_large, f"{too_large} need more than {limit} bytes of shared memory"
-    assert len(found) > 20
+    assert len(found) > 15
 
 
 if __name__ == "__main__":

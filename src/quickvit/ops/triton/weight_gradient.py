@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from quickvit.ops.tiles import tile
-from quickvit.ops.triton.launch import multiprocessors, traced
+from quickvit.ops.triton.launch import multiprocessors, shared_memory, traced
 
 # OWN, WIDE, REST, tokens per step, warps, stages, programs per multiprocessor.
 Tile = tuple[int, int, int, int, int, int, int]
@@ -143,8 +143,12 @@ def _sum_slices(
 
 
 def takes(grad: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether this is the fastest way known for grad[T, F] and x[T, C] of D8."""
-    return grad.is_cuda and x.element_size() == 2 and min(grad.shape[1], x.shape[1]) // 8 in TILES
+    """Whether this is the fastest way known for grad[T, F] and x[T, C] of D8, and there is room for it."""
+    narrower = min(grad.shape[1], x.shape[1]) // 8
+    if not grad.is_cuda or x.element_size() != 2 or narrower not in TILES:
+        return False
+    own, wide, rest, step, _, stages, _ = TILES[narrower]
+    return 2 * stages * step * (own + wide + rest) <= shared_memory(grad.device)
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
