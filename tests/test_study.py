@@ -121,6 +121,14 @@ def test_a_run_that_fails_has_no_result(study, tmp_path, monkeypatch, capfd):
     assert not (tmp_path / "results").exists()
 
 
+def test_the_main_comparison_comes_first_with_all_its_seeds(study, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(study, "QUICKVIT", (sys.executable, "-c", "raise SystemExit(2)"))
+    call(study, tmp_path, "--studies", "families", "lift", "--seeds", "0", "1")
+    names = [line.split(":")[0] for line in capfd.readouterr().out.splitlines()]
+    families = [f"families-{name}-{seed}" for seed in (0, 1) for name in ("vit", "h8", "i8", "d8", "h2")]
+    assert names == [*families, "lift-free-0", "lift-free-1"]
+
+
 def test_a_classifier(study, tmp_path, data):
     chosen = ("--studies", "families", "--families", "i8")
     assert call(study, tmp_path, *chosen, *TINY, "--epochs=2", "--warmup-epochs=1", data=data) == 0

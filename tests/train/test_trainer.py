@@ -201,6 +201,36 @@ def test_compiled_modules_learn_the_same(run, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_cuda_graphs_may_use_their_memory_again(run, passes, monkeypatch):
+    """Each pass begins a step, from which on all that the pass before left in a graph's memory is lost."""
+    trainer = Trainer(Distillation(), replace(run, accumulate=passes))
+    batch, trainer.graphs = next(trainer.recipe.batches(0, trainer.world)), True
+    parameters = [
+        *trainer.recipe.modules["student"].parameters(),
+        *trainer.recipe.modules["head"].parameters(),
+    ]
+    left, steps = {}, []
+
+    def leave(parameter):
+        left.setdefault(parameter, parameter.grad)
+
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(leave)
+
+    def begin():
+        steps.append(None)
+        for gradient in left.values():
+            gradient.fill_(math.nan)
+
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", begin)
+    torch.manual_seed(0)
+    trainer.gradients(0, batch)
+    assert len(steps) == passes
+    assert len(left) == len(parameters)
+    assert all(p.grad.isfinite().all() for p in parameters)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="TorchInductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")
