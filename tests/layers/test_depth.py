@@ -11,6 +11,7 @@ from quickvit.group import D2, D8, act_on_tokens
 from quickvit.layers import OcticBlock, StandardBlock, depth, draw_subset
 from quickvit.models import create_model
 from quickvit.ops.packing import pack, unpack
+from quickvit.ops.rows import rows_at
 from quickvit.testing import randomize
 
 SHAPES = ((4, 6), (6, 3))
@@ -40,10 +41,12 @@ def test_always_the_same_number_of_samples_each_equally_often():
     counts = torch.zeros(10)
     for _ in range(3000):
         kept = draw_subset(torch.empty(10, 3, 16), 0.3)
-        assert len(kept.rows) == len(set(kept.rows.tolist())) == 7
+        samples = kept.rows.chosen.view(7, 3)
+        assert torch.equal(samples, 3 * (samples[:, :1] // 3) + torch.arange(3))
+        assert len(samples[:, 0].unique()) == 7
         assert kept.scale.unique().tolist() == pytest.approx([10 / 7])
-        assert kept.shapes is None
-        counts[kept.rows] += 1
+        assert kept.shapes == ((7, 3),)
+        counts[samples[:, 0] // 3] += 1
     torch.testing.assert_close(counts / 3000, torch.full((10,), 0.7), atol=0.03, rtol=0)
 
 
@@ -61,7 +64,7 @@ def test_packed_sequences_are_kept_whole_in_each_batch():
 
 @pytest.mark.parametrize(("rate", "kept"), [(0.7, 3), (0.05, 10), (0.19, 9), (1.0, 1)])
 def test_the_share_is_rounded_down(rate, kept):
-    assert len(draw_subset(torch.empty(10, 1), rate).rows) == kept
+    assert len(draw_subset(torch.empty(10, 1, 16), rate).rows.chosen) == kept
 
 
 # ---------------------------------------------------------------------- blocks
@@ -74,10 +77,12 @@ def every_subset(monkeypatch, number, count):
 
     def draw(x, rate, shapes=None):
         assert shapes is None
-        return depth.Subset(next(draws), torch.full((count,), number / count, dtype=x.dtype), None)
+        length = x.shape[1]
+        index = (length * next(draws)[:, None] + torch.arange(length)).flatten()
+        scale = torch.full((count * length,), number / count, dtype=x.dtype)
+        return depth.Kept(rows_at(index, number * length), scale, ((count, length),))
 
-    monkeypatch.setattr("quickvit.layers.block.draw_subset", draw)
-    monkeypatch.setattr("quickvit.layers.standard.draw_subset", draw)
+    monkeypatch.setattr(depth, "draw_subset", draw)
     return len(chosen) ** 2
 
 

@@ -19,7 +19,7 @@ from quickvit.ops.triton import attention, gelu, heads, norm, weight_gradient, w
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Tokens, width, heads and hidden width of L/16 and H/14, and of heads of 128.
 SHAPES = [(197, 1024, 16, 4096), (257, 1280, 16, 5120), (257, 1024, 8, 4096)]
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 SAMPLES = 64
 
 
@@ -64,6 +64,12 @@ def launch(length, width, number, hidden):
             stream, x, bias, gain, None, 1, gain, bias, 1e-6, x.dtype
         )
         norm.residual_norm_backward(y, stream, stream, statistics, gain, x, bias, gain, None, 1)
+        maps = dict.fromkeys(("added", "normed"), new(tokens, dtype=torch.int32))
+        factors = new(tokens, dtype=torch.float32)
+        norm.residual_norm_forward(
+            *(stream, x, bias, gain, factors, 1, gain, bias, 1e-6, x.dtype), **maps, rows=tokens
+        )
+        norm.residual_norm_backward(*(y, stream, stream, statistics, gain, x, bias, gain, factors, 1), **maps)
     gelu.gelu_forward(features, hidden_bias, features)
     gelu.gelu_backward(features, features, hidden_bias)
     if dim in attention.FORWARD_TILES:

@@ -355,7 +355,7 @@ def test_operators_are_registered_soundly(monkeypatch):
     opcheck(ops.octic_gelu_fused__cpu.default, (x.detach(), bias.detach()))
     opcheck(ops.octic_layer_norm_cpu.default, (x, gain, shift, *rest))
     for options in ((None, None, None), (bias, gain, samples)):
-        opcheck(ops.octic_residual_norm_cpu.default, (x, branch, *options, gain, shift, *rest))
+        opcheck(ops.octic_residual_norm_cpu.default, (x, branch, *options, None, None, 6, gain, shift, *rest))
     opcheck(ops.octic_attention_cpu.default, (qkv, draw(6).requires_grad_(), 2, [1, 2], [3, 2]))
     weights = draw(4, 3, 2), draw(1, 6, 4)
     opcheck(ops.octic_linear.default, (x, *(w.requires_grad_() for w in weights), None))

@@ -7,6 +7,7 @@ from quickvit import QuickVisionTransformer, act_on_image
 from quickvit.group import Layout
 from quickvit.layers import OcticMlp
 from quickvit.ops import attention, gelu, linear, mlp, norm, plain
+from quickvit.ops.rows import rows_at
 from quickvit.testing import assert_invariant, randomize
 
 pytestmark = [
@@ -34,6 +35,22 @@ def cases(width, heads, tokens, dtype):
     def residual_fused(x, branch, bias, scale, gain, shift):
         return sum(norm.octic_residual_norm(x, branch, gain, shift, 1e-6, layout, bias=bias, scale=scale))
 
+    def rows(count):
+        return rows_at(torch.randperm(2 * tokens, device=DEVICE)[:count], 2 * tokens)
+
+    added, normed, factors = rows(tokens), rows(tokens + 1), torch.rand(tokens, device=DEVICE)
+    some = {"sample_scale": factors, "added": added}
+
+    def some_definition(x, branch, bias, scale, gain, shift):
+        z = norm.residual(x, branch, layout, bias=bias, scale=scale, **some)
+        y = norm.definition(normed.of(z.flatten(0, 1)), gain, shift, 1e-6, layout)
+        return z.flatten(0, 1) + normed.spread(y)
+
+    def some_fused(x, branch, bias, scale, gain, shift):
+        rest = {"bias": bias, "scale": scale, "normed": normed, **some}
+        z, y = norm.octic_residual_norm(x, branch, gain, shift, 1e-6, layout, **rest)
+        return z.flatten(0, 1) + normed.spread(y)
+
     def attend(qkv, bias):
         return attention.octic_attention(qkv, heads, qkv_layout, bias)
 
@@ -60,6 +77,11 @@ def cases(width, heads, tokens, dtype):
             residual_fused,
             residual_definition,
             [x, randn(*x.shape), randn(m), randn(layout.gains), randn(layout.gains), randn(m)],
+        ),
+        "residual norm of some tokens": (
+            some_fused,
+            some_definition,
+            [x, randn(tokens, width), randn(m), randn(layout.gains), randn(layout.gains), randn(m)],
         ),
         "attention": (
             attend,
@@ -197,6 +219,36 @@ def test_packed_crops_under_autocast(mode, width):
     expected = gradients(lambda: [net.forward_features(x) for x in crops])
     errors = [relative(a, b.double()) for a, b in zip(actual, expected, strict=True)]
     assert sorted(errors)[len(errors) // 2] < 0.05
+
+
+@pytest.mark.parametrize("mode", ["none", "default", "reduce-overhead"])
+def test_subsets_of_packed_crops(mode):
+    """The gradients of the definition; a compiled graph draws other samples, so there they are only finite."""
+    net = model(
+        "h8", drop_path_rate=0.5, uniform_drop_path=True, drop_path_subset=True, dynamic_img_size=True
+    )
+    crops = [torch.randn(n, 3, s, s, device=DEVICE) for n, s in ((4, 64), (6, 32))]
+    run = net.forward_crops
+    if mode != "none":
+        run = torch.compile(run, fullgraph=True, dynamic=False, mode=mode)
+
+    def gradients(passes, precision):
+        net.zero_grad()
+        torch.manual_seed(0)
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            tokens = passes(crops)
+        sum(x.float().square().mean() for x in tokens).backward()
+        return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+    for precision in ("float32", "bf16"):
+        actual = gradients(run, precision)
+        assert all(grad.isfinite().all() for grad in actual)
+        with plain():
+            expected = gradients(net.forward_crops, precision)
+        errors = [relative(a, b.double()) for a, b in zip(actual, expected, strict=True)]
+        if mode == "none":
+            assert sorted(errors)[len(errors) // 2] < (1e-4 if precision == "float32" else 0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -14,7 +14,9 @@ import triton.language as tl  # noqa: E402
 
 from quickvit.group import Layout  # noqa: E402
 from quickvit.ops import attention as operators  # noqa: E402
+from quickvit.ops import norm as norm_operators  # noqa: E402
 from quickvit.ops.packing import Shapes, attend, pack, unpack  # noqa: E402
+from quickvit.ops.rows import rows_at  # noqa: E402
 from quickvit.ops.triton import attention, gelu, heads, norm, weight_gradient, whole_head  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -230,36 +232,51 @@ def test_norm(tokens: int, m: int, pair_weight: float, dtype: torch.dtype, out: 
         (2, 7, 12, "scale dstream"),
         (2, 7, 12, "bias rows"),
         (1, 61, 8, "bias scale rows dstream"),
+        (14, 1, 12, "bias scale rows dstream added normed"),
+        (14, 1, 8, "bias rows added"),
+        (14, 1, 20, "scale dstream normed"),
     ],
 )
 def test_residual_norm(
     rows: int, tokens_per_row: int, m: int, options: str, dtype: torch.dtype, branch_dtype: torch.dtype
 ) -> None:
     tokens, channels = rows * tokens_per_row, 8 * m
-    x, branch = draw(0, tokens, channels, dtype=dtype), draw(1, tokens, channels, dtype=branch_dtype)
+    every = torch.arange(tokens, device=DEVICE)
+    added, normed = (
+        every[draw(seed, tokens).argsort()[:count]] if name in options.split() else every
+        for seed, name, count in ((9, "added", tokens - 3), (10, "normed", tokens - 5))
+    )
+    x, branch = draw(0, tokens, channels, dtype=dtype), draw(1, len(added), channels, dtype=branch_dtype)
     gain, shift = draw(2, 6 * m), draw(3, m)
     bias = draw(4, m) if "bias" in options else None
     scale = draw(5, 6 * m) if "scale" in options else None
-    row_scale = draw(6, rows).abs() if "rows" in options else None
-    dy = draw(7, tokens, channels, dtype=branch_dtype)
+    row_scale = draw(6, len(added) // tokens_per_row).abs() if "rows" in options else None
+    dy = draw(7, len(normed), channels, dtype=branch_dtype)
     dstream = draw(8, tokens, channels, dtype=dtype) if "dstream" in options else None
+    maps = {
+        name: rows_at(index, tokens).place
+        for name, index in (("added", added), ("normed", normed))
+        if name in options.split()
+    }
 
     stream, y, statistics = norm.residual_norm_forward(
-        x, branch, bias, scale, row_scale, tokens_per_row, gain, shift, EPS, branch_dtype
+        *(x, branch, bias, scale, row_scale, tokens_per_row, gain, shift, EPS, branch_dtype),
+        **maps,
+        rows=len(normed),
     )
     x64, branch64, bias64, scale64, gain64, shift64 = exact(x, branch, bias, scale, gain, shift)
-    added = add_invariant(branch64, bias64)
+    more = add_invariant(branch64, bias64)
     if scale64 is not None:
-        added = added * expand(scale64)
+        more = more * expand(scale64)
     if row_scale is not None:
-        added = added * row_scale.double().repeat_interleave(tokens_per_row)[:, None]
-    stream64 = x64 + added
+        more = more * row_scale.double().repeat_interleave(tokens_per_row)[:, None]
+    stream64 = x64.index_add(0, added, more)
     assert stream.dtype == dtype
     assert y.dtype == branch_dtype
     assert_near(stream, stream64, dtype, ulps=4 if dtype == torch.float32 else 1)
     # The norm is that of the stream as it was stored: what it rounded away has a derivative of one.
     stored64 = stream64 + (stream.double() - stream64).detach()
-    y64 = norm_definition(stored64, gain64, shift64, 1.0)
+    y64 = norm_definition(stored64[normed], gain64, shift64, 1.0)
     assert_near(y, y64, branch_dtype, ulps=8 if branch_dtype == torch.float32 else 1)
 
     outputs, grads = [y64], [dy.double()]
@@ -267,7 +284,7 @@ def test_residual_norm(
         outputs, grads = [y64, stored64], [dy.double(), dstream.double()]
     torch.autograd.backward(outputs, grads)
     dx, dbranch, dgain, dshift, dscale, dbias = norm.residual_norm_backward(
-        dy, dstream, stream, statistics, gain, branch, bias, scale, row_scale, tokens_per_row
+        *(dy, dstream, stream, statistics, gain, branch, bias, scale, row_scale, tokens_per_row), **maps
     )
     assert dx.dtype == dtype
     assert dbranch.dtype == branch_dtype
@@ -279,6 +296,38 @@ def test_residual_norm(
         assert (actual is None) == (leaf is None)
         if leaf is not None:
             assert_near(actual, leaf.grad, torch.float32, ulps=32)
+
+
+def test_the_operator_of_some_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients reach the tensors that they are of."""
+    monkeypatch.setattr(norm_operators, "kernels", lambda x, name: norm)
+    layout, tokens = Layout(64), 9
+    added, normed = (rows_at(draw(seed, tokens).argsort()[:5], tokens) for seed in (0, 1))
+    factors, dz, dy = draw(2, 5).abs(), draw(3, tokens, 64), draw(4, 5, 64)
+    tensors = draw(5, tokens, 64), draw(6, 5, 64), draw(7, 8), draw(8, 48), draw(9, 48), draw(10, 8)
+
+    def operator(
+        x: Tensor, branch: Tensor, bias: Tensor, scale: Tensor, gain: Tensor, shift: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        maps = added.place, normed.place, len(normed.chosen)
+        rest = gain, shift, EPS, 1.0, torch.float32
+        z, y, _ = norm_operators._residual_norm.gpu(x, branch, bias, scale, factors, *maps, *rest)
+        return z, y
+
+    def definition(
+        x: Tensor, branch: Tensor, bias: Tensor, scale: Tensor, gain: Tensor, shift: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        options = {"bias": bias, "scale": scale, "sample_scale": factors, "added": added, "normed": normed}
+        return norm_operators.octic_residual_norm(x, branch, gain, shift, EPS, layout, **options)
+
+    results = []
+    for function, given in ((operator, tensors), (definition, exact(*tensors))):
+        leaves = [t.detach().requires_grad_() for t in given]
+        z, y = function(*leaves)
+        grads = torch.autograd.grad((z, y), leaves, (dz.to(z.dtype), dy.to(y.dtype)))
+        results.append([z.detach(), y.detach(), *grads])
+    for actual, expected in zip(*results, strict=True):
+        assert_near(actual, expected, torch.float32, ulps=32)
 
 
 def test_norm_of_no_tokens() -> None:

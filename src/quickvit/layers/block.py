@@ -8,20 +8,25 @@ from torch import Tensor, nn
 
 from quickvit.group import D8, DihedralGroup
 from quickvit.layers.attention import OcticAttention
-from quickvit.layers.depth import Subset, draw_subset, sample_scale
+from quickvit.layers.depth import Kept, keep
 from quickvit.layers.mlp import OcticMlp
 from quickvit.layers.norm import OcticLayerNorm, OcticLayerScale
 from quickvit.ops.norm import residual
 from quickvit.ops.packing import Shapes
+from quickvit.ops.rows import Rows
 
 
 class Pending(NamedTuple):
-    """A residual branch that is not added yet, so that the next norm can add it in the same pass."""
+    """A residual branch that is not added yet, so that the next norm can add it in the same pass.
+
+    See `OcticLayerNorm.after_residual`.
+    """
 
     branch: Tensor
     bias: Tensor | None
     scale: Tensor | None
     sample_scale: Tensor | None
+    added: Rows | None
 
 
 class OcticBlock(nn.Module):
@@ -62,49 +67,31 @@ class OcticBlock(nn.Module):
         *,
         defer: bool = False,
         shapes: Shapes | None = None,
-    ) -> Tensor | tuple[Tensor, Pending | None]:
+    ) -> Tensor | tuple[Tensor, Pending]:
         """Apply the block; `pending` is what the block before left to add, and `defer` leaves ours to the next.
 
         `shapes` are those of packed sequences [T, C].
         """
-        if self.drop_path_subset and self.training and self.drop_path:
-            x = self._of_subsets(x if pending is None else self.add(x, pending), shapes)
-            return (x, None) if defer else x
+        kept = self._keep(x, shapes)
         if pending is None:
-            y = self.norm1(x)
+            y = self.norm1(kept.of(x))
         else:
-            x, y = self.norm1.after_residual(x, *pending)
-        branch = self.attn.deferred(y, shapes)
-        x, y = self.norm2.after_residual(x, *self._pending(x, branch, self.ls1, shapes))
-        pending = self._pending(x, self.mlp.deferred(y), self.ls2, shapes)
+            x, y = self.norm1.after_residual(x, *pending, normed=kept.rows)
+        pending = _pending(self.attn.deferred(y, kept.shapes), self.ls1, kept)
+        kept = self._keep(x, shapes)
+        x, y = self.norm2.after_residual(x, *pending, normed=kept.rows)
+        pending = _pending(self.mlp.deferred(y), self.ls2, kept)
         return (x, pending) if defer else self.add(x, pending)
 
     def add(self, x: Tensor, pending: Pending) -> Tensor:
         """The residual sum that was left to add."""
-        branch, bias, scale, samples = pending
-        return residual(x, branch, self.norm1.layout, bias=bias, scale=scale, sample_scale=samples)
+        branch, bias, scale, samples, added = pending
+        layout = self.norm1.layout
+        return residual(x, branch, layout, bias=bias, scale=scale, sample_scale=samples, added=added)
 
-    def _of_subsets(self, x: Tensor, shapes: Shapes | None) -> Tensor:
-        """The block, each branch computed for a random subset of the samples."""
-        kept = draw_subset(x, self.drop_path, shapes)
-        x = self._add_subset(x, kept, self.attn.deferred(self.norm1(kept.of(x)), kept.shapes), self.ls1)
-        kept = draw_subset(x, self.drop_path, shapes)
-        return self._add_subset(x, kept, self.mlp.deferred(self.norm2(kept.of(x))), self.ls2)
+    def _keep(self, x: Tensor, shapes: Shapes | None) -> Kept:
+        return keep(x, self.drop_path, training=self.training, subset=self.drop_path_subset, shapes=shapes)
 
-    def _add_subset(
-        self, x: Tensor, kept: Subset, branch: tuple[Tensor, Tensor | None], scale: OcticLayerScale | None
-    ) -> Tensor:
-        y, bias = branch
-        if bias is not None:
-            y = y + self.norm1.layout.embed_invariant(bias)
-        return kept.add(x, y if scale is None else scale(y))
 
-    def _pending(
-        self,
-        x: Tensor,
-        branch: tuple[Tensor, Tensor | None],
-        scale: OcticLayerScale | None,
-        shapes: Shapes | None,
-    ) -> Pending:
-        gamma = None if scale is None else scale.gamma
-        return Pending(*branch, gamma, sample_scale(x, self.drop_path, self.training, shapes))
+def _pending(branch: tuple[Tensor, Tensor | None], scale: OcticLayerScale | None, kept: Kept) -> Pending:
+    return Pending(*branch, None if scale is None else scale.gamma, kept.scale, kept.rows)

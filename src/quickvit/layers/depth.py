@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quickvit.ops.packing import Shapes
+from quickvit.ops.rows import Rows, rows_at
 
 
 def sample_scale(x: Tensor, drop_path: float, training: bool, shapes: Shapes | None = None) -> Tensor | None:
@@ -31,40 +32,51 @@ def sample_scale(x: Tensor, drop_path: float, training: bool, shapes: Shapes | N
     return torch.cat([part.unsqueeze(1).expand(shape).flatten() for part, shape in parts])
 
 
-class Subset(NamedTuple):
-    """Samples that go through a branch: their rows of x, and by what the branch is multiplied there.
+class Kept(NamedTuple):
+    """Samples that go through a branch: their tokens, by what the branch is multiplied there, and their shapes.
 
-    rows, scale [n], with rows of samples [B, N, C] or of tokens [T, C]; shapes: those of packed sequences.
+    rows: None for all. scale: one factor per sample, or per token where they are packed; None for 1. Tokens that were
+    chosen are packed, whether all tokens were or not.
     """
 
-    rows: Tensor
-    scale: Tensor
+    rows: Rows | None
+    scale: Tensor | None
     shapes: Shapes | None
 
     def of(self, x: Tensor) -> Tensor:
-        """The rows of x."""
-        return x.index_select(0, self.rows)
+        """Their tokens of x [B, N, C] or [T, C]."""
+        return x if self.rows is None else self.rows.of(x.flatten(0, -2))
 
     def add(self, x: Tensor, branch: Tensor) -> Tensor:
-        """x plus the branch of its rows, whose mean over all subsets is that of a branch of all samples."""
-        scaled = branch * self.scale.to(branch.dtype).view(-1, *[1] * (x.ndim - 1))
-        return x.index_add(0, self.rows, scaled.to(x.dtype))
+        """x plus the branch, so that its mean over all draws is that of a branch of all samples."""
+        if self.scale is not None:
+            branch = branch * self.scale.to(branch.dtype).view(-1, *[1] * (branch.ndim - 1))
+        return x + (branch if self.rows is None else self.rows.spread(branch).view(x.shape))
 
 
-def draw_subset(x: Tensor, drop_path: float, shapes: Shapes | None = None) -> Subset:
-    """All samples of x [B, ...] but a share of `drop_path`, rounded down; of packed sequences, of each batch."""
-    batches = shapes or ((x.shape[0], 1),)
+def keep(
+    x: Tensor, drop_path: float, *, training: bool, subset: bool = False, shapes: Shapes | None = None
+) -> Kept:
+    """Draw the samples of x [B, N, C], or of packed sequences [T, C], that go through a branch."""
+    if training and drop_path and subset:
+        return draw_subset(x, drop_path, shapes)
+    return Kept(None, sample_scale(x, drop_path, training, shapes), shapes)
+
+
+def draw_subset(x: Tensor, drop_path: float, shapes: Shapes | None = None) -> Kept:
+    """All samples of x [B, N, C] but a share of `drop_path`, rounded down; of packed sequences, of each batch."""
+    batches = shapes or ((x.shape[0], x.shape[1]),)
     numbers = [number for number, _ in batches]
     keys = torch.rand(sum(numbers), device=x.device).split(numbers)
     # Sorted together, since that is one launch; whole numbers keep the batches apart.
     order = torch.cat([key + i for i, key in enumerate(keys)]).argsort().split(numbers)
-    rows, scales, kept = [], [], []
+    index, scales, kept = [], [], []
     sample = token = 0
     for chosen, (number, length) in zip(order, batches, strict=True):
         count = max(1, number - int(number * drop_path))
         places = length * (chosen[:count].unsqueeze(1) - sample) + torch.arange(length, device=x.device)
-        rows.append((token + places).flatten())
+        index.append((token + places).flatten())
         scales.append(torch.full((count * length,), number / count, device=x.device, dtype=torch.float32))
         kept.append((count, length))
         sample, token = sample + number, token + number * length
-    return Subset(torch.cat(rows), torch.cat(scales), tuple(kept) if shapes else None)
+    return Kept(rows_at(torch.cat(index), token), torch.cat(scales), tuple(kept))

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from quickvit.group import D8, DihedralGroup, Layout
 from quickvit.ops import octic_layer_norm, octic_residual_norm
+from quickvit.ops.rows import Rows
 
 
 class OcticLayerNorm(nn.Module):
@@ -46,8 +47,13 @@ class OcticLayerNorm(nn.Module):
         bias: Tensor | None = None,
         scale: Tensor | None = None,
         sample_scale: Tensor | None = None,
+        added: Rows | None = None,
+        normed: Rows | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The residual sum z = x + sample_scale · scale · (branch + bias) and its norm, in one pass."""
+        """The residual sum z = x + sample_scale · scale · (branch + bias) and its norm, in one pass.
+
+        Of tokens that were left out see `octic_residual_norm`.
+        """
         return octic_residual_norm(
             x,
             branch,
@@ -58,6 +64,8 @@ class OcticLayerNorm(nn.Module):
             bias=bias,
             scale=scale,
             sample_scale=sample_scale,
+            added=added,
+            normed=normed,
             pair_weight=self.pair_weight,
         )
 

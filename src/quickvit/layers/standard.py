@@ -8,7 +8,7 @@ from timm.layers import Attention
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from quickvit.layers.depth import draw_subset, sample_scale
+from quickvit.layers.depth import keep
 from quickvit.ops.packing import Shapes, attend, pack, unpack
 
 
@@ -50,12 +50,8 @@ class StandardBlock(Block):
     ) -> Tensor:
         """x plus a branch of it, which some samples skip in training."""
         rate = getattr(drop_path, "drop_prob", 0.0)
-        if self.training and rate and self.drop_path_subset:
-            kept = draw_subset(x, rate, shapes)
-            return kept.add(x, branch(kept.of(x), kept.shapes))
-        scale = sample_scale(x, rate, self.training, shapes)
-        y = branch(x, shapes)
-        return x + (y if scale is None else y * scale.to(y.dtype).unsqueeze(-1))
+        kept = keep(x, rate, training=self.training, subset=self.drop_path_subset, shapes=shapes)
+        return kept.add(x, branch(kept.of(x), kept.shapes))
 
     def _attend(self, x: Tensor, shapes: Shapes | None) -> Tensor:
         """Attention, its products of all packed tokens at once."""

@@ -14,6 +14,7 @@ from torch.nn import functional
 from quickvit.group import D8, Layout
 from quickvit.ops.backend import fused
 from quickvit.ops.operator import fused_operator, kernels
+from quickvit.ops.rows import Rows
 
 
 def octic_layer_norm(
@@ -40,29 +41,38 @@ def octic_residual_norm(
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
+    added: Rows | None = None,
+    normed: Rows | None = None,
     pair_weight: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The residual sum and its norm: z = x + sample_scale · scale · (branch + bias), and layer_norm(z).
 
     Shapes: x and branch [B, N, C]; bias [C/|G|] on A1, left over from the linear map that made the branch; scale
-    (layer scale) one value per irrep channel; sample_scale [B] (stochastic depth).
+    (layer scale) one value per irrep channel; sample_scale [B] (stochastic depth). Where samples are left out of
+    branches, `added` are the tokens of x that this branch [n, C] is of, with sample_scale [n], and `normed` those
+    whose norm [m, C] the next branch wants.
     """
-    if not fused(x, layout.group):
-        x = residual(x, branch, layout, bias=bias, scale=scale, sample_scale=sample_scale)
-        return x, definition(x, gain, shift, eps, layout, pair_weight=pair_weight)
+    some = added is not None or normed is not None
+    if not fused(x, layout.group) or (some and x.is_cpu):
+        x = residual(x, branch, layout, bias=bias, scale=scale, sample_scale=sample_scale, added=added)
+        y = x if normed is None else normed.of(x.flatten(0, -2))
+        return x, octic_layer_norm(y, gain, shift, eps, layout, pair_weight=pair_weight)
     z, y, _ = _residual_norm(
         x.flatten(0, -2),
         branch.flatten(0, -2),
         bias,
         scale,
         sample_scale,
+        None if added is None else added.place,
+        None if normed is None else normed.place,
+        len(x.flatten(0, -2)) if normed is None else len(normed.chosen),
         gain,
         shift,
         eps,
         pair_weight,
         _output_dtype(x),
     )
-    return z.view(x.shape), y.view(x.shape)
+    return z.view(x.shape), y.view(x.shape) if normed is None else y
 
 
 def residual(
@@ -73,12 +83,15 @@ def residual(
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
+    added: Rows | None = None,
 ) -> Tensor:
-    """z = x + sample_scale · scale · (branch + bias)."""
+    """z = x + sample_scale · scale · (branch + bias), of all tokens or of those that are `added`."""
     if bias is not None:
         branch = branch + layout.embed_invariant(bias)
     if sample_scale is not None:
-        branch = branch * sample_scale.view(-1, *[1] * (x.ndim - 1))
+        branch = branch * sample_scale.view(-1, *[1] * (branch.ndim - 1))
+    if added is not None:
+        branch = added.spread(branch).view(x.shape)
     return x + branch if scale is None else torch.addcmul(x, branch.to(x.dtype), layout.expand(scale))
 
 
@@ -167,21 +180,25 @@ def _residual_norm(
     bias: Tensor | None,
     scale: Tensor | None,
     sample_scale: Tensor | None,
+    added: Tensor | None,
+    normed: Tensor | None,
+    rows: int,
     gain: Tensor,
     shift: Tensor,
     eps: float,
     pair_weight: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x, branch, tokens = x.contiguous(), branch.contiguous(), _tokens_per_sample(x, sample_scale)
+    x, branch, tokens = x.contiguous(), branch.contiguous(), _tokens_per_sample(branch, sample_scale)
+    options = {} if added is None and normed is None else {"added": added, "normed": normed, "rows": rows}
     return kernels(x, "norm").residual_norm_forward(
-        x, branch, bias, scale, sample_scale, tokens, gain, shift, eps, dtype, pair_weight
+        x, branch, bias, scale, sample_scale, tokens, gain, shift, eps, dtype, pair_weight, **options
     )
 
 
 @_residual_norm.register_fake
-def _(x, branch, bias, scale, sample_scale, gain, shift, eps, pair_weight, dtype):
-    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=dtype), _fake_statistics(x)
+def _(x, branch, bias, scale, sample_scale, added, normed, rows, gain, shift, eps, pair_weight, dtype):
+    return x.new_empty(x.shape), x.new_empty(rows, x.shape[1], dtype=dtype), _fake_statistics(x)
 
 
 @fused_operator("octic_residual_norm_grad")
@@ -195,8 +212,11 @@ def _residual_norm_grad(
     bias: Tensor | None,
     scale: Tensor | None,
     sample_scale: Tensor | None,
+    added: Tensor | None,
+    normed: Tensor | None,
     pair_weight: float,
 ) -> list[Tensor]:
+    options = {} if added is None and normed is None else {"added": added, "normed": normed}
     grads = kernels(stream, "norm").residual_norm_backward(
         grad.contiguous(),
         grad_stream.contiguous(),
@@ -207,14 +227,28 @@ def _residual_norm_grad(
         bias,
         scale,
         sample_scale,
-        _tokens_per_sample(stream, sample_scale),
+        _tokens_per_sample(branch, sample_scale),
         pair_weight,
+        **options,
     )
     return [g for g in grads if g is not None]
 
 
 @_residual_norm_grad.register_fake
-def _(grad, grad_stream, stream, statistics, gain, branch, bias, scale, sample_scale, pair_weight):
+def _(
+    grad,
+    grad_stream,
+    stream,
+    statistics,
+    gain,
+    branch,
+    bias,
+    scale,
+    sample_scale,
+    added,
+    normed,
+    pair_weight,
+):
     shift = gain.new_empty(stream.shape[1] // D8.order)
     optional = [torch.empty_like(t) for t in (scale, bias) if t is not None]
     return [
@@ -227,20 +261,21 @@ def _(grad, grad_stream, stream, statistics, gain, branch, bias, scale, sample_s
 
 
 def _residual_setup(ctx, inputs, output):
-    _, branch, bias, scale, sample_scale, gain, _, _, ctx.pair_weight, _ = inputs
+    _, branch, *maps, _, gain, _, _, ctx.pair_weight, _ = inputs
     stream, _, statistics = output
-    ctx.save_for_backward(stream, statistics, gain, branch, bias, scale, sample_scale)
+    ctx.save_for_backward(stream, statistics, gain, branch, *maps)
 
 
 def _residual_backward(ctx, grad_stream, grad, _):
-    stream, statistics, gain, branch, bias, scale, sample_scale = ctx.saved_tensors
+    stream, statistics, gain, branch, bias, scale, *rest = ctx.saved_tensors
     grads = _residual_norm_grad(
-        grad, grad_stream, stream, statistics, gain, branch, bias, scale, sample_scale, ctx.pair_weight
+        grad, grad_stream, stream, statistics, gain, branch, bias, scale, *rest, ctx.pair_weight
     )
     grad_x, grad_branch, grad_gain, grad_shift, *optional = grads
     grad_scale = None if scale is None else optional.pop(0)
     grad_bias = None if bias is None else optional.pop(0)
-    return grad_x, grad_branch, grad_bias, grad_scale, None, grad_gain, grad_shift, None, None, None
+    of_tensors = grad_x, grad_branch, grad_bias, grad_scale
+    return *of_tensors, None, None, None, None, grad_gain, grad_shift, None, None, None
 
 
 _residual_norm.register_autograd(_residual_backward, setup_context=_residual_setup)

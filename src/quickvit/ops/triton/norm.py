@@ -9,6 +9,8 @@ therefore held as two tiles, lines [4, m] and planes [2, 2m], in which means are
 powers of two: an m that would be padded too much is two of them, and a token four tiles (160 = 128 + 32).
 
 gain and layer scale have 6m entries (4m, then 2m for both components of E), shift and bias m (A1 only).
+A branch may be of some tokens only, and the norm of some be asked for only: added[T] and normed[T] then say which row
+of the branch, and of y, belongs to a token, or -1.
 For the backward pass seven statistics per token are kept: the six means and the reciprocal standard
 deviation.
 """
@@ -106,6 +108,36 @@ def _store_tiles(pointer, tiles, values):
 
 
 @triton.jit
+def _row(rows, token):
+    """The row that belongs to a token: its own where there are no `rows`, or -1 for none."""
+    if rows is None:
+        return token
+    else:
+        return tl.load(rows + token).to(tl.int64)
+
+
+@triton.jit
+def _of_row(rows, row, tiles):
+    """The tiles, empty where a token has no row."""
+    if rows is None:
+        return tiles
+    else:
+        some = ()
+        for t in tl.static_range(len(tiles)):
+            some += ((tiles[t][0], tiles[t][1], tl.where(row < 0, False, tiles[t][2]), tiles[t][3]),)
+        return some
+
+
+@triton.jit
+def _factor(row_scale, rows, row, tokens_per_row):
+    """What a row of the branch is multiplied by: 0 where a token has none."""
+    if rows is None:
+        return tl.load(row_scale + row // tokens_per_row)
+    else:
+        return tl.where(row < 0, 0.0, tl.load(row_scale + tl.maximum(row, 0) // tokens_per_row))
+
+
+@triton.jit
 def _store_gains(line, tiles, values):
     """Sums in the order of a gain: those of the components of E together."""
     for t in tl.static_range(len(tiles)):
@@ -138,6 +170,8 @@ def _norm_forward(
     branch_bias,
     scale,
     row_scale,
+    added,
+    normed,
     gain,
     shift,
     residual,
@@ -166,20 +200,21 @@ def _norm_forward(
         start = token * (8 * M)
         stream = _load_tiles(x + start, tiles, 0)
         if branch is not None:
-            branches = _load_tiles(branch + start, tiles, 0)
+            row = _row(added, token)
+            branches = _load_tiles(branch + row * (8 * M), _of_row(added, row, tiles), 0)
             if row_scale is not None:
-                factor = tl.load(row_scale + token // tokens_per_row)
+                factor = _factor(row_scale, added, row, tokens_per_row)
             before, stream = stream, ()
             for t in tl.static_range(len(tiles)):
-                added = branches[t].to(tl.float32)
+                more = branches[t].to(tl.float32)
                 if branch_bias is not None and t % 2 == 0:
-                    added += biases[t // 2]
+                    more += biases[t // 2]
                 if scale is not None:
-                    added *= scales[t].to(tl.float32)
+                    more *= scales[t].to(tl.float32)
                 if row_scale is not None:
-                    added *= factor
+                    more *= factor
                 # The norm sees what the next block will see, the rounded sum.
-                stream += ((before[t].to(tl.float32) + added).to(residual.dtype.element_ty),)
+                stream += ((before[t].to(tl.float32) + more).to(residual.dtype.element_ty),)
             _store_tiles(residual + start, tiles, stream)
 
         line_mean = tl.zeros([4], tl.float32)
@@ -207,7 +242,8 @@ def _norm_forward(
             if t % 2 == 0:
                 z += shifts[t // 2]
             ys += (z,)
-        _store_tiles(y + start, tiles, ys)
+        row = _row(normed, token)
+        _store_tiles(y + row * (8 * M), _of_row(normed, row, tiles), ys)
 
         saved = statistics + token * _STATISTICS
         tl.store(saved + tl.arange(0, 4), line_mean)
@@ -226,6 +262,8 @@ def _norm_backward(
     branch_bias,
     scale,
     row_scale,
+    added,
+    normed,
     dx,
     dbranch,
     partial,
@@ -263,19 +301,21 @@ def _norm_backward(
         token = tl.cast(index, tl.int64)
         start = token * (8 * M)
         # Every load of a step comes before its sums, so that they are all under way at once.
-        dys = _load_tiles(dy + start, tiles, 0)
-        xs = _load_tiles(residual + start, tiles, 0)
+        row = _row(normed, token)
+        dys = _load_tiles(dy + row * (8 * M), _of_row(normed, row, tiles), 0)
+        xs = _load_tiles(residual + start, _of_row(normed, row, tiles), 0)
         if dstream is not None:
             dstreams = _load_tiles(dstream + start, tiles, 0)
+        branch_row = _row(added, token)
         if scale is not None:
-            branches = _load_tiles(branch + start, tiles, 0)
+            branches = _load_tiles(branch + branch_row * (8 * M), _of_row(added, branch_row, tiles), 0)
         if row_scale is not None:
-            factor = tl.load(row_scale + token // tokens_per_row)
+            factor = _factor(row_scale, added, branch_row, tokens_per_row)
         saved = statistics + token * _STATISTICS
         a1, a2, b1, b2 = tl.load(saved), tl.load(saved + 1), tl.load(saved + 2), tl.load(saved + 3)
         e1, e2, rstd = tl.load(saved + 4), tl.load(saved + 5), tl.load(saved + 6)
 
-        normed = ()
+        unit = ()
         weighted = ()
         line_mean = tl.zeros([4], tl.float32)
         plane_mean = tl.zeros([2], tl.float32)
@@ -299,7 +339,7 @@ def _norm_backward(
             else:
                 plane_mean += sums * (0.5 / M)
             along += tl.sum(products, axis=0)
-            normed += (x,)
+            unit += (x,)
             weighted += (w,)
         along *= 0.125 / M
 
@@ -309,19 +349,19 @@ def _norm_backward(
         dbranches = ()
         for t in tl.static_range(len(tiles)):
             if t % 2 == 0:
-                d = rstd * (weighted[t] - line_mean[:, None] - along * normed[t])
+                d = rstd * (weighted[t] - line_mean[:, None] - along * unit[t])
             else:
-                d = rstd * (weighted[t] - plane_mean[:, None] - along * PAIR_WEIGHT * normed[t])
+                d = rstd * (weighted[t] - plane_mean[:, None] - along * PAIR_WEIGHT * unit[t])
             if dstream is not None:
                 d += dstreams[t].to(tl.float32)
             dxs += (d,)
             if row_scale is not None:
                 d *= factor
             if scale is not None:
-                added = branches[t].to(tl.float32)
+                more = branches[t].to(tl.float32)
                 if branch_bias is not None and t % 2 == 0:
-                    added += biases[t // 2]
-                dscales += (scale_sums[t] + d * added,)
+                    more += biases[t // 2]
+                dscales += (scale_sums[t] + d * more,)
                 d *= scales[t].to(tl.float32)
             else:
                 dscales += (scale_sums[t],)
@@ -330,7 +370,7 @@ def _norm_backward(
             dbranches += (d,)
         _store_tiles(dx + start, tiles, dxs)
         if dbranch is not None:
-            _store_tiles(dbranch + start, tiles, dbranches)
+            _store_tiles(dbranch + branch_row * (8 * M), _of_row(added, branch_row, tiles), dbranches)
 
     line = partial + tl.program_id(0).to(tl.int64) * WIDTH
     _store_gains(line, tiles, dgains)
@@ -399,10 +439,13 @@ def _forward(
     eps: float,
     dtype: torch.dtype | None,
     pair_weight: float,
+    added: torch.Tensor | None = None,
+    normed: torch.Tensor | None = None,
+    rows: int | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     tokens, channels = x.shape
     residual = None if branch is None else torch.empty_like(x)
-    y = torch.empty_like(x, dtype=dtype or x.dtype)
+    y = x.new_empty(tokens if rows is None else rows, channels, dtype=dtype or x.dtype)
     statistics = torch.empty((tokens, STATISTICS), dtype=torch.float32, device=x.device)
     if tokens == 0:
         return residual, y, statistics
@@ -416,6 +459,8 @@ def _forward(
             branch_bias,
             scale,
             row_scale,
+            added,
+            normed,
             gain,
             shift,
             residual,
@@ -447,6 +492,8 @@ def _backward(
     row_scale: torch.Tensor | None,
     tokens_per_row: int,
     pair_weight: float,
+    added: torch.Tensor | None = None,
+    normed: torch.Tensor | None = None,
 ) -> tuple[
     torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
 ]:
@@ -481,6 +528,8 @@ def _backward(
             branch_bias,
             scale,
             row_scale,
+            added,
+            normed,
             dx,
             dbranch,
             partial,
@@ -535,6 +584,10 @@ def residual_norm_forward(
     eps: float,
     dtype: torch.dtype | None = None,
     pair_weight: float = 1.0,
+    *,
+    added: torch.Tensor | None = None,
+    normed: torch.Tensor | None = None,
+    rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Residual addition and the octic layer norm after it, in one pass.
 
@@ -543,6 +596,9 @@ def residual_norm_forward(
     x, branch[T, C], branch_bias[C/8], scale[3C/4] (layer scale), row_scale[T / tokens_per_row] in float32
     (stochastic depth). residual has the dtype of x, y the given dtype (default: that of branch); y is the norm
     of the residual as it was rounded. Returns residual, y, statistics[T, 7].
+
+    added[T] are the rows of a branch[n, C] of some tokens, whose row_scale must be given; normed[T] those of
+    y[rows, C].
     """
     residual, y, statistics = _forward(
         x,
@@ -556,6 +612,9 @@ def residual_norm_forward(
         eps,
         dtype or branch.dtype,
         pair_weight,
+        added,
+        normed,
+        rows,
     )
     assert residual is not None
     return residual, y, statistics
@@ -588,6 +647,9 @@ def residual_norm_backward(
     row_scale: torch.Tensor | None,
     tokens_per_row: int,
     pair_weight: float = 1.0,
+    *,
+    added: torch.Tensor | None = None,
+    normed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of `residual_norm_forward`: dx, dbranch, dgain, dshift, dscale, dbranch_bias.
 
@@ -606,6 +668,8 @@ def residual_norm_backward(
         row_scale,
         tokens_per_row,
         pair_weight,
+        added,
+        normed,
     )
     assert dbranch is not None
     return dx, dbranch, dgain, dshift, dscale, dbias
