@@ -22,6 +22,7 @@ from quickvit.data import BlockMasking, ViewBatch
 from quickvit.recipes import Dinov2, Dinov2Config
 from quickvit.recipes.dino.backbone import CropEncoder
 from quickvit.recipes.dino.head import DinoHead
+from quickvit.recipes.dino.targets import Targets
 from quickvit.recipes.dinov2 import GROUP, IMAGENET, SUBSET, resolve
 from quickvit.train.distributed import trained
 
@@ -117,7 +118,7 @@ def _step(shape: Shape, settings: Settings, name: str, encoder: type[CropEncoder
         module.train(trained(module))
         if isinstance(module, CropEncoder):
             module.__class__ = encoder
-        if isinstance(module, CropEncoder | DinoHead) and not isinstance(module, Remembered):
+        if isinstance(module, CropEncoder | DinoHead | Targets) and not isinstance(module, Remembered):
             settings.compile_here(module)
     batch = _batch(recipe, shape, settings)
 

@@ -39,10 +39,10 @@ from quickvit.evaluate.knn import TEMPERATURE
 from quickvit.recipes.config import as_plain, given, row
 from quickvit.recipes.dino.backbone import CropEncoder, HiddenPatches
 from quickvit.recipes.dino.head import DinoHead
-from quickvit.recipes.dino.losses import dino_loss, ibot_loss, koleo_loss
+from quickvit.recipes.dino.losses import koleo_loss
 from quickvit.recipes.dino.progress import collect, scores
-from quickvit.recipes.dino.targets import Centering, Targets
-from quickvit.recipes.dino.watch import agreement, diagnose, feature_std, target_entropy
+from quickvit.recipes.dino.targets import Centering, Comparison, Logits, Targets
+from quickvit.recipes.dino.watch import diagnose, feature_std
 from quickvit.recipes.model import ModelArguments, build, create, patch_size, save_model, with_positions
 from quickvit.recipes.run import carry_out
 from quickvit.train import (
@@ -447,41 +447,45 @@ class Dinov2(Recipe):
 
         with torch.no_grad():
             teacher_classes, patches = hidden.of(*self.modules["teacher"]([global_views]))
-            logits = self._compare("teacher_head", teacher_classes, patches)
-            temperature = self._temperature(step)
-            class_targets = targets(logits[0], "class", temperature, self.world)
-            patch_targets = targets(logits[1], "patch", temperature, self.world, hidden.counted)
-            targets.observe(logits[0], class_targets, logits[1], hidden.counted)
-            class_targets = class_targets.unflatten(0, (images, views))
+            teacher = self._compare("teacher_head", (images, views), teacher_classes, patches)
+            temperature = torch.full((), self._temperature(step), dtype=self.dtype, device=masks.device)
+            shifts = (
+                targets.shift(teacher.classes.flatten(0, 1), "class", temperature, self.world),
+                targets.shift(teacher.patches, "patch", temperature, self.world, hidden.counted),
+            )
 
         crops = [global_views]
         if config.local_views:
             crops.append(batch.local_views.flatten(0, 1).to(self.dtype))
         tokens, *local_tokens = self.modules["student"](crops, masks)
         classes, patches = hidden.of(tokens)
-        logits = self._compare("student_head", classes, patches, *(tokens[:, 0] for tokens in local_tokens))
-        global_logits = logits[0].unflatten(0, (images, views))
-        local_logits = logits[2].unflatten(0, (images, -1)) if config.local_views else global_logits[:, :0]
-
-        dino = dino_loss(global_logits, local_logits, class_targets)
-        ibot = ibot_loss(logits[1], patch_targets, hidden.weights, len(masks))
+        local = (tokens[:, 0] for tokens in local_tokens)
+        student = self._compare("student_head", (images, views), classes, patches, *local)
+        compared: Comparison = self.modules["targets"](
+            student, teacher, shifts, temperature, hidden.weights, hidden.counted
+        )
+        targets.observe(compared.seen)
         # Neighbours are those of the same view of the images of a group, never another view of the same image.
         koleo = koleo_loss(classes.unflatten(0, (-1, self.masking.group, views)).transpose(1, 2))
         loss = (
-            config.dino_weight * dino + config.ibot_weight * ibot + given(config.koleo_weight) * views * koleo
+            config.dino_weight * compared.dino
+            + config.ibot_weight * compared.ibot
+            + given(config.koleo_weight) * views * koleo
         )
         self._watched = {
             "feature_std": feature_std(teacher_classes),
-            "target_entropy": target_entropy(class_targets),
-            "agreement": agreement(global_logits, class_targets),
+            "target_entropy": compared.target_entropy,
+            "agreement": compared.agreement,
             **targets.numbers(step),
         }
-        return loss, {"dino": dino, "ibot": ibot, "koleo": koleo, **self._watched}
+        return loss, {"dino": compared.dino, "ibot": compared.ibot, "koleo": koleo, **self._watched}
 
-    def _compare(self, name: str, *tokens: Tensor) -> tuple[Tensor, ...]:
-        """Several lists of tokens through a head, at once."""
+    def _compare(self, name: str, shape: tuple[int, int], *tokens: Tensor) -> Logits:
+        """Class tokens of images and views, of hidden patches and of local views through a head, at once."""
         logits: Tensor = self.modules[name](torch.cat(tokens))
-        return logits.split([len(part) for part in tokens])
+        classes, patches, *local = logits.split([len(part) for part in tokens])
+        classes = classes.unflatten(0, shape)
+        return Logits(classes, patches, local[0].unflatten(0, (shape[0], -1)) if local else classes[:, :0])
 
     @property
     def _targets(self) -> Targets:

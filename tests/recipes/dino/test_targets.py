@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from quickvit.recipes.dino.targets import RECENT, Targets, sinkhorn
+from quickvit.recipes.dino.targets import RECENT, Logits, Targets, assign, sinkhorn, sums
 from quickvit.train import World
 
 ALONE = World()
@@ -17,6 +17,10 @@ def normal(*shape, seed=0):
 
 def close(value, expected):
     torch.testing.assert_close(value, torch.as_tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-10)
+
+
+def assigned_by_sinkhorn(logits, temperature, counted=None, **options):
+    return assign(logits, sinkhorn(logits, temperature, counted=counted, **options), temperature)
 
 
 def plain_sinkhorn(logits, temperature, iterations=3):
@@ -36,11 +40,11 @@ def plain_sinkhorn(logits, temperature, iterations=3):
 @pytest.mark.parametrize("shape", [(6, 4), (3, 9)], ids=str)
 def test_sinkhorn_is_the_plain_rule(shape, temperature):
     logits = torch.nn.functional.normalize(normal(*shape), dim=-1)
-    close(sinkhorn(logits, temperature), plain_sinkhorn(logits, temperature))
+    close(assigned_by_sinkhorn(logits, temperature), plain_sinkhorn(logits, temperature))
 
 
 def test_sinkhorn_uses_prototypes_equally():
-    assigned = sinkhorn(normal(64, 8), 0.5, iterations=50)
+    assigned = assigned_by_sinkhorn(normal(64, 8), 0.5, iterations=50)
     close(assigned.sum(1), torch.ones(64))
     close(assigned.sum(0), torch.full((8,), 8.0))
 
@@ -49,21 +53,21 @@ def test_rows_that_do_not_count_change_nothing():
     logits = normal(7, 5)
     counted = torch.tensor([True, True, False, True, False, True, True])
     logits[~counted] = 100.0
-    assigned = sinkhorn(logits, 0.1, counted=counted)
-    close(assigned[counted], sinkhorn(logits[counted], 0.1))
-    assert (assigned[~counted] == 0).all()
+    close(sinkhorn(logits, 0.1, counted=counted), sinkhorn(logits[counted], 0.1))
 
 
 @pytest.mark.parametrize("counted", [None, torch.zeros(3, dtype=torch.bool)])
 def test_sinkhorn_of_nothing(counted):
     logits = torch.zeros(0, 4) if counted is None else torch.zeros(3, 4)
-    assert (sinkhorn(logits, 0.1, counted=counted) == 0).all()
+    shift = sinkhorn(logits, 0.1, counted=counted)
+    assert shift.isfinite().all()
+    assert len(shift.unique()) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_sinkhorn_of_cosines_at_a_low_temperature_is_finite(dtype):
     logits = normal(8, 16).sign().to(dtype)
-    assigned = sinkhorn(logits, 0.025)
+    assigned = assigned_by_sinkhorn(logits, 0.025)
     assert assigned.dtype == torch.float32
     assert assigned.isfinite().all()
     torch.testing.assert_close(assigned.sum(1), torch.ones(8))
@@ -87,16 +91,14 @@ def test_centring_is_the_plain_rule_over_several_updates():
     for step in range(4):
         classes, patches = normal(6, 5, seed=step), normal(4, 5, seed=10 + step)
         counted = torch.tensor([True, step % 2 == 0, True, False])
-        found = targets(classes, "class", 0.05, ALONE)
-        hidden = targets(patches, "patch", 0.07, ALONE, counted)
+        found = assign(classes, targets.shift(classes, "class", 0.05, ALONE), 0.05)
+        hidden = assign(patches, targets.shift(patches, "patch", 0.07, ALONE, counted), 0.07)
         close(found, [plain_softmax(row, class_center, 0.05) for row in classes.tolist()])
-        expected = [plain_softmax(row, patch_center, 0.07) for row in patches[counted].tolist()]
-        close(hidden[counted], expected)
-        assert (hidden[~counted] == 0).all()
+        close(hidden, [plain_softmax(row, patch_center, 0.07) for row in patches.tolist()])
         # In two passes, as a batch that does not fit into memory.
         targets.begin()
         for part in (slice(0, 2), slice(2, None)):
-            targets.observe(classes[part], found[part], patches[part], counted[part])
+            targets.observe(sums(classes[part], found[part], patches[part], counted[part]))
         targets.update(step, ALONE)
         for center, rows in ((class_center, classes), (patch_center, patches[counted])):
             mean = plain_mean(rows.tolist())
@@ -114,7 +116,7 @@ def test_without_hidden_patches_their_centre_stays():
         (rows, torch.zeros(2, dtype=torch.bool)),
         (rows[:0], torch.zeros(0, dtype=torch.bool)),
     ):
-        targets.observe(rows, rows.softmax(-1), patches, counted)
+        targets.observe(sums(rows, rows.softmax(-1), patches, counted))
         targets.update(0, ALONE)
     assert targets.patch_center.tolist() == [1.0, 2.0, 3.0]
 
@@ -122,17 +124,18 @@ def test_without_hidden_patches_their_centre_stays():
 def test_an_update_that_is_left_out_leaves_no_trace():
     targets = Targets(3, "softmax", torch.float64)
     broken, counted = torch.full((2, 3), torch.nan, dtype=torch.float64), torch.ones(2, dtype=torch.bool)
-    targets.observe(broken, broken, broken, counted)
+    targets.observe(sums(broken, broken, broken, counted))
     targets.begin()
     rows = normal(2, 3)
-    targets.observe(rows, rows.softmax(-1), rows, counted)
+    targets.observe(sums(rows, rows.softmax(-1), rows, counted))
     targets.update(1, ALONE)
     close(targets.class_center, 0.1 * rows.mean(0))
 
 
 def test_without_centring_targets_are_a_softmax():
     logits = normal(4, 3)
-    close(Targets(3, "none", torch.float64)(logits, "class", 0.1, ALONE), (logits / 0.1).softmax(-1))
+    shift = Targets(3, "none", torch.float64).shift(logits, "class", 0.1, ALONE)
+    close(assign(logits, shift, 0.1), (logits / 0.1).softmax(-1))
 
 
 # ---------------------------------------------------------------------- the use of prototypes
@@ -145,10 +148,76 @@ def test_use_of_prototypes():
     assert targets.numbers(0)["prototypes_used"] == 0
     single = torch.nn.functional.one_hot(torch.tensor([2, 2, 1]), 4).double()
     for step in range(500):
-        targets.observe(single, single if step else single.roll(1, -1), single[:0], counted)
+        targets.observe(sums(single, single if step else single.roll(1, -1), single[:0], counted))
         targets.update(step, ALONE)
     # Lately two thirds of one and a third of another, and 3 is long ago.
     expected = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)) / math.log(4)
     assert targets.numbers(500)["prototype_entropy"].item() == pytest.approx(expected, abs=1e-10)
     assert targets.numbers(499)["prototypes_used"] == 2
     assert targets.numbers(RECENT - 1)["prototypes_used"] == 3
+
+
+# ---------------------------------------------------------------------- the student
+
+
+@pytest.mark.parametrize("centering", ["softmax", "sinkhorn", "none"])
+def test_a_student_is_compared_with_the_targets(centering):
+    """Pair by pair in plain loops, on logits of which some patches do not count."""
+    targets = Targets(5, centering, torch.float64)
+    targets.class_center.copy_(normal(5, seed=1))
+    targets.patch_center.copy_(normal(5, seed=2))
+    student = Logits(normal(2, 2, 5, seed=3), normal(4, 5, seed=4), normal(2, 3, 5, seed=5))
+    teacher = Logits(normal(2, 2, 5, seed=6), normal(4, 5, seed=7), normal(2, 0, 5))
+    counted, weights = torch.tensor([True, True, True, False]), torch.tensor([0.5, 0.5, 1.0, 0.0]).double()
+    shifts = (
+        targets.shift(teacher.classes.flatten(0, 1), "class", 0.3, ALONE),
+        targets.shift(teacher.patches, "patch", 0.3, ALONE, counted),
+    )
+    found = targets(student, teacher, shifts, 0.3, weights, counted)
+
+    def entropy(logits, target):
+        return -(target * (logits / 0.1).log_softmax(-1)).sum()
+
+    classes = assign(teacher.classes, shifts[0], 0.3)
+    pairs = [
+        entropy(logits, classes[image, view])
+        for image in range(2)
+        for view in range(2)
+        for logits in (student.classes[image, 1 - view], *student.local[image])
+    ]
+    close(found.dino, sum(pairs) / len(pairs))
+    patches = assign(teacher.patches, shifts[1], 0.3)
+    close(
+        found.ibot,
+        sum(w * entropy(s, t) for w, s, t in zip(weights, student.patches, patches, strict=True)) / 4,
+    )
+    first, second = classes[:, 0], classes[:, 1]
+    same = [
+        student.classes[:, 0].argmax(-1) == second.argmax(-1),
+        student.classes[:, 1].argmax(-1) == first.argmax(-1),
+    ]
+    close(found.agreement, torch.stack(same).double().mean())
+    close(found.target_entropy, -(classes * classes.log()).sum(-1).mean() / math.log(5))
+    close(found.seen[5:10], teacher.patches[:3].sum(0))
+    assert found.seen[-2:].tolist() == [4, 3]
+
+
+def test_compiled_it_is_the_same():
+    """As one graph, with gradients, whatever the temperature."""
+    torch.compiler.reset()
+    targets = Targets(7, "softmax")
+    teacher = Logits(*(normal(*shape, 7).float() for shape in ((2, 2), (4,), (2, 0))))
+    shifts = torch.zeros(7), torch.ones(7)
+    compiled = torch.compile(targets, fullgraph=True, backend="aot_eager")
+    for temperature in (0.1, 0.2, 0.3):
+        given = shifts, torch.tensor(temperature), torch.ones(4), torch.ones(4, dtype=torch.bool)
+        results = []
+        for function in (compiled, targets):
+            student = Logits(
+                *(normal(*shape, 7, seed=1).float().requires_grad_() for shape in ((2, 2), (4,), (2, 3)))
+            )
+            found = function(student, teacher, *given)
+            (found.dino + found.ibot).backward()
+            results.append([*found, *(part.grad for part in student)])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)

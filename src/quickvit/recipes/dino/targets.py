@@ -1,14 +1,20 @@
-"""From a teacher's logits to the targets of a student: softmax with a centre, or Sinkhorn–Knopp."""
+"""From a teacher's logits to the targets of a student, by softmax with a centre or by Sinkhorn–Knopp, and its losses.
+
+Either way the target of a token is softmax(logits / τ + shift), with one shift [K] for all tokens: that of the
+centre, or Sinkhorn–Knopp's scales of the prototypes. So the targets themselves, of tens of thousands of prototypes,
+need not be stored.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from quickvit.recipes.dino.losses import wide
+from quickvit.recipes.dino.losses import dino_loss, ibot_loss, wide
+from quickvit.recipes.dino.watch import agreement, target_entropy
 from quickvit.train import World
 
 Centering = Literal["softmax", "sinkhorn", "none"]
@@ -21,32 +27,58 @@ ITERATIONS = 3
 RECENT = 100
 
 
+def assign(logits: Tensor, shift: Tensor, temperature: float | Tensor) -> Tensor:
+    """The targets softmax(logits / temperature + shift), [..., K]."""
+    return (wide(logits) / temperature + shift).softmax(-1)
+
+
 @torch.no_grad()
 def sinkhorn(
     logits: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     world: World | None = None,
     counted: Tensor | None = None,
     iterations: int = ITERATIONS,
 ) -> Tensor:
-    """Assignments [n, K] in which every row sums to 1 and, nearly, all prototypes are used equally.
+    """The shift [K] with which, nearly, all prototypes are used equally.
 
-    exp(logits / temperature) with columns and rows scaled in turns, over the rows of all ranks together, however
-    many each has. Logits are cosines. counted [n]: rows that take part; the others become 0.
+    The columns and rows of exp(logits / temperature) [n, K] are scaled in turns, over the rows of all ranks together,
+    however many each has; the shift is the logarithm of the columns' scales. Logits are cosines. counted [n]: rows
+    that take part.
     """
     world = world or World()
     scores = wide(logits) / temperature
-    if counted is None:
-        counted = torch.ones(len(scores), dtype=torch.bool, device=scores.device)
-    scores = scores.masked_fill(~counted[:, None], -torch.inf)
+    if counted is not None:
+        scores = scores.masked_fill(~counted[:, None], -torch.inf)
     lowest = torch.finfo(scores.dtype).min
     highest = scores.amax().clamp(min=lowest) if len(scores) else scores.new_full((), lowest)
     tiny = torch.finfo(scores.dtype).tiny
     assigned = (scores - world.max(highest)).exp_()
-    for _ in range(iterations):
-        assigned /= world.sum(assigned.sum(0)).clamp_(min=tiny)
-        assigned /= assigned.sum(1, keepdim=True).clamp_(min=tiny)
-    return assigned
+    rows, columns = scores.new_ones(len(scores)), scores.new_ones(scores.shape[1])
+    # Autocast would take these products for those of a layer.
+    with torch.autocast(logits.device.type, enabled=False):
+        for _ in range(iterations):
+            columns = world.sum(rows @ assigned).clamp_(min=tiny).reciprocal_()
+            rows = (assigned @ columns).clamp_(min=tiny).reciprocal_()
+    return columns.log()
+
+
+class Logits(NamedTuple):
+    """Of B images: classes [B, G, K] of global views, patches [n, K] that were hidden, local [B, L, K] views."""
+
+    classes: Tensor
+    patches: Tensor
+    local: Tensor
+
+
+class Comparison(NamedTuple):
+    """Losses, signs of collapse, and sums for the centres and for the use of the prototypes."""
+
+    dino: Tensor
+    ibot: Tensor
+    target_entropy: Tensor
+    agreement: Tensor
+    seen: Tensor
 
 
 class Targets(nn.Module):
@@ -81,27 +113,50 @@ class Targets(nn.Module):
         self._sums = None
 
     @torch.no_grad()
-    def forward(
-        self, logits: Tensor, kind: Kind, temperature: float, world: World, counted: Tensor | None = None
+    def shift(
+        self,
+        logits: Tensor,
+        kind: Kind,
+        temperature: float | Tensor,
+        world: World,
+        counted: Tensor | None = None,
     ) -> Tensor:
-        """Targets [n, K] for logits [n, K]; counted [n] are the rows that are meant, the others get 0."""
+        """The shift [K] of the targets of logits [n, K]; counted [n]: rows that are meant."""
         if self.centering == "sinkhorn":
             return sinkhorn(logits, temperature, world, counted)
-        scores = wide(logits)
-        if self.centering == "softmax":
-            scores = scores - (self.class_center if kind == "class" else self.patch_center)
-        targets = (scores / temperature).softmax(-1)
-        return targets if counted is None else targets * counted[:, None]
+        if self.centering == "none":
+            return torch.zeros_like(self.class_center)
+        return (self.class_center if kind == "class" else self.patch_center) / -temperature
 
-    @torch.no_grad()
-    def observe(self, classes: Tensor, targets: Tensor, patches: Tensor, counted: Tensor) -> None:
-        """Note logits and targets of class tokens, [n, K], and logits of patches, [m, K], of which some count."""
-        dtype = self.usage.dtype
-        chosen = torch.zeros_like(self.usage).scatter_(0, targets.argmax(-1), 1.0)
-        hidden = (patches * counted[:, None]).sum(0, dtype=dtype)
-        counts = [self.usage.new_full((1,), len(classes)), counted.sum(0, keepdim=True).to(dtype)]
-        seen = torch.cat([classes.sum(0, dtype=dtype), hidden, targets.sum(0, dtype=dtype), chosen, *counts])
-        self._sums = seen if self._sums is None else self._sums + seen
+    def forward(
+        self,
+        student: Logits,
+        teacher: Logits,
+        shifts: tuple[Tensor, Tensor],
+        temperature: float | Tensor,
+        weights: Tensor,
+        counted: Tensor,
+    ) -> Comparison:
+        """How far a student is from the targets, whose shifts are those of class tokens and of patches.
+
+        weights, counted [n]: of hidden patches, see `HiddenPatches`. All that is as large as logits is here, in one
+        piece, since compiled it need not be written to memory.
+        """
+        with torch.no_grad():
+            classes = assign(teacher.classes, shifts[0], temperature)
+            patches = assign(teacher.patches, shifts[1], temperature)
+            seen = sums(teacher.classes.flatten(0, 1), classes.flatten(0, 1), teacher.patches, counted)
+        return Comparison(
+            dino_loss(student.classes, student.local, classes),
+            ibot_loss(student.patches, patches, weights, teacher.classes.shape[:2].numel()),
+            target_entropy(classes),
+            agreement(student.classes, classes),
+            seen.to(self.usage.dtype),
+        )
+
+    def observe(self, seen: Tensor) -> None:
+        """Note the sums of a batch, see `sums`; they are copied, since a CUDA graph would write over them."""
+        self._sums = seen.clone() if self._sums is None else self._sums + seen
 
     @torch.no_grad()
     def update(self, step: int, world: World) -> None:
@@ -122,6 +177,18 @@ class Targets(nn.Module):
         entropy = torch.special.entr(self.usage).sum() / math.log(len(self.usage))
         used = (self.last_chosen > step - RECENT).sum()
         return {"prototype_entropy": entropy, "prototypes_used": used.to(self.usage.dtype)}
+
+
+def sums(classes: Tensor, targets: Tensor, patches: Tensor, counted: Tensor) -> Tensor:
+    """What an update takes in of logits and targets of class tokens, [n, K], and logits of patches, [m, K].
+
+    Over class tokens and over patches that are counted [m]: the sums of their logits, that of the targets, for each
+    prototype whether it is a first choice; and the numbers of both. [4 K + 2]
+    """
+    chosen = torch.zeros_like(targets[0]).scatter(0, targets.argmax(-1), 1.0)
+    hidden = torch.where(counted[:, None], wide(patches), 0)
+    counts = targets.new_full((1,), len(classes)), counted.sum(0, keepdim=True).to(targets.dtype)
+    return torch.cat([wide(classes).sum(0), hidden.sum(0), targets.sum(0), chosen, *counts])
 
 
 def _approach(mean: Tensor, total: Tensor, count: Tensor) -> None:

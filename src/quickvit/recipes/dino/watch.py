@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from quickvit.recipes.dino.losses import unit
-from quickvit.recipes.dino.targets import Centering
 
 # Relative to equal use of the prototypes: at most a handful is left of tens of thousands.
 FEW_PROTOTYPES = 0.1
@@ -40,7 +39,7 @@ def agreement(student: Tensor, targets: Tensor) -> Tensor:
     return (student.argmax(-1) == targets.roll(1, dims=1).argmax(-1)).to(targets.dtype).mean()
 
 
-def diagnose(numbers: Mapping[str, float], centering: Centering) -> str | None:
+def diagnose(numbers: Mapping[str, float], centering: str) -> str | None:
     """What is wrong, and its likely cause; None if the numbers of a step show no collapse."""
     if numbers["prototype_entropy"] < FEW_PROTOTYPES:
         cause = (
