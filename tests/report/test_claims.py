@@ -139,6 +139,22 @@ def test_speed(bench, add_bench):
     assert judge("GELU", results) == Finding(NOT_CONFIRMED, "C = 256: +25 %")
 
 
+def test_speed_of_models_that_were_cut(bench, add_bench):
+    """In records of their own; the one with the most blocks counts, and what was compiled otherwise does not."""
+    cut = "ViT-Huge/14, {} blocks forward".format
+    add_bench("gpu_large", "model", (FORWARD, "d8", 1.9))
+    add_bench("gpu_two", "model", (cut(2), "d8", 1.5))
+    add_bench("gpu_huge", "model", (cut(8), "d8", 2.1))
+    add_bench(
+        "gpu_giant",
+        "model",
+        ("ViT-Giant/14 forward", "d8", 1.0),
+        settings={"batch": 64, "compile": "default"},
+    )
+    finding = judge("grows with their size", read_results(bench))
+    assert finding == Finding(CONFIRMED, "ViT-Large/16 1.90×, ViT-Huge/14, 8 blocks 2.10× (A GPU)")
+
+
 def test_a_processor_is_no_gpu(bench, add_bench):
     hardware = {"cpu": "A processor", "threads": 2}
     add_bench("cpu", "model", (FORWARD, "d8", 4.0), hardware=hardware)
