@@ -167,7 +167,9 @@ def test_the_performance_page_says_what_was_measured():
             if row["ratio"] is None:
                 assert f"took {row['ms']:.1f} ms" in text
                 continue
-            cells = f"{row['ms']:.2f} | {row['images_per_s']:.0f} | {row['ratio']:.2f}× | {row['over_floor']:.2f}"
+            cells = (
+                f"{row['ms']:.2f} | {row['images_per_s']:.0f} | {row['ratio']:.2f}× | {row['over_floor']:.2f}"
+            )
             assert f"| {row['case']} | {row['name']} | {cells} |" in text
     for record in (measured("h200_block_large"), measured("h200_block_huge")):
         assert re.sub(r" --out \S+", "", record["command"]) in text

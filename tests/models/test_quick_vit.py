@@ -277,3 +277,14 @@ def test_octic_weights_start_matched_or_as_released():
     assert weights[True].weight_2.std().item() == pytest.approx(0.02, rel=0.05)
     assert weights[False].weight_1.std().item() == pytest.approx(0.02 * 8**0.5, rel=0.05)
     assert weights[False].weight_2.std().item() == pytest.approx(0.02 * 4**0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+@pytest.mark.parametrize("family", ["d8", "i8", "h8"])
+def test_only_the_tokens_that_the_head_takes_leave(family, pool):
+    net = tiny(family, global_pool=pool, num_classes=3).double().eval()
+    x, seen = images(net), []
+    net.norm.register_forward_hook(lambda module, args, result: seen.append(args[0].shape[1]))
+    expected = net.forward_head(net.forward_features(x))
+    torch.testing.assert_close(net(x), expected)
+    assert seen[1] == (1 if pool == "token" else seen[0])

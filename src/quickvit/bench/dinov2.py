@@ -150,9 +150,10 @@ def _work(shape: Shape, name: str, settings: Settings, dropped: float) -> list[W
     """The steps of teacher and student; a share of the student's samples may be left out of its branches."""
     storage = Storage.training(settings.dtype)
     crops = [(copies * settings.batch, crop) for copies, crop in dinov2_crops(shape)]
-    steps = model_work(crops[0][1], name, crops[0][0], storage)
+    steps = model_work(crops[0][1], name, crops[0][0], storage, features=True)
     for number, crop in crops:
-        steps += model_work(crop, name, number - int(number * dropped), storage, backward=True)
+        kept = number - int(number * dropped)
+        steps += model_work(crop, name, kept, storage, backward=True, features=True)
     return steps
 
 

@@ -247,11 +247,9 @@ def _create_block(name: str, shape: Shape, settings: Settings) -> nn.Module:
     return block
 
 
-def model_work(
-    shape: Shape, name: str, batch: int, storage: Storage, *, backward: bool = False
-) -> list[work.Work]:
-    """The steps of a family or of the baseline."""
-    return work.model(shape, None if name == BASELINE else name, batch, storage, backward=backward)
+def model_work(shape: Shape, name: str, batch: int, storage: Storage, **options: bool) -> list[work.Work]:
+    """The steps of a family or of the baseline, see `work.model`."""
+    return work.model(shape, None if name == BASELINE else name, batch, storage, **options)
 
 
 def random_images(number: int, shape: Shape, settings: Settings) -> Tensor:

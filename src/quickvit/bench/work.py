@@ -185,9 +185,18 @@ def block(
 
 
 def model(
-    shape: Shape, family: str | None, batch: int, storage: Storage, *, backward: bool = False
+    shape: Shape,
+    family: str | None,
+    batch: int,
+    storage: Storage,
+    *,
+    backward: bool = False,
+    features: bool = False,
 ) -> list[Work]:
-    """The steps of a whole model of a family, or of the standard ViT: lift, blocks, invariant and head."""
+    """The steps of a whole model of a family, or of the standard ViT: lift, blocks, invariant and head.
+
+    features: all tokens are wanted, not the class token alone.
+    """
     width, rows = shape.dims.embed_dim, batch * shape.tokens
     pixels = CHANNELS * shape.patch**2
     lift = linear(rows - batch, pixels, width, storage)
@@ -200,7 +209,8 @@ def model(
         steps += octic * block(shape.dims, batch, shape.tokens, storage, kind.group, backward=backward)
         if kind.invariant:
             # The power spectrum has 3C/4 values; it need not be stored between x and the product.
-            invariant = product(rows, width, width, storage, 3 / 4, 3 / 4)
+            wanted = batch if kind.full_depth and not features else rows
+            invariant = product(wanted, width, width, storage, 3 / 4, 3 / 4)
             steps += [invariant] * (3 if backward else 1)
     standard = block(shape.dims, batch, shape.tokens, storage, backward=backward)
     steps += (shape.blocks - octic) * standard

@@ -72,15 +72,16 @@ class OcticBlock(nn.Module):
 
         `shapes` are those of packed sequences [T, C].
         """
-        kept = self._keep(x, shapes)
+        first, second = (self._keep(x, shapes) for _ in range(2))
         if pending is None:
-            y = self.norm1(kept.of(x))
+            y = self.norm1(first.of(x))
         else:
-            x, y = self.norm1.after_residual(x, *pending, normed=kept.rows)
-        pending = _pending(self.attn.deferred(y, kept.shapes), self.ls1, kept)
-        kept = self._keep(x, shapes)
-        x, y = self.norm2.after_residual(x, *pending, normed=kept.rows)
-        pending = _pending(self.mlp.deferred(y), self.ls2, kept)
+            x, y = self.norm1.after_residual(x, *pending, normed=first.rows)
+        pending = _pending(self.attn.deferred(y, first.shapes), self.ls1, first)
+        x, y = self.norm2.after_residual(x, *pending, normed=second.rows)
+        # Where nobody else holds the branch of attention, its memory is free for the perceptron.
+        del pending
+        pending = _pending(self.mlp.deferred(y), self.ls2, second)
         return (x, pending) if defer else self.add(x, pending)
 
     def add(self, x: Tensor, pending: Pending) -> Tensor:

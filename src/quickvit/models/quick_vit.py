@@ -305,8 +305,14 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
     # ------------------------------------------------------------------ forward
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images [B, in_chans, H, W] → logits [B, num_classes]."""
-        return self.forward_head(self.forward_features(x))
+        """Images [B, in_chans, H, W] → logits [B, num_classes].
+
+        Where the head takes the class token, the other tokens end with the last block: neither the invariant of a d8
+        nor the last norm is computed for them.
+        """
+        x, _ = self._embed(x)
+        x, _ = self._run(x, first=1 if self.global_pool == "token" else None)
+        return self.forward_head(self.norm(x))
 
     def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Images → normalised tokens [B, prefix + H·W, C]; `mask` [B, H·W] hides patches behind the mask token."""
@@ -452,11 +458,16 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         return x if self.invariant is None else self.invariant(x)
 
     def _run(
-        self, x: Tensor, take: Sequence[int] = (), stop: int | None = None, shapes: Shapes | None = None
+        self,
+        x: Tensor,
+        take: Sequence[int] = (),
+        stop: int | None = None,
+        shapes: Shapes | None = None,
+        first: int | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Tokens through the first `stop` blocks; also the tokens after the blocks in `take`.
 
-        Sequences of several `shapes` are packed into one tensor.
+        Sequences of several `shapes` are packed into one tensor. `first`: how many tokens are wanted in the end.
         """
         taken: list[Tensor] = []
         pending: Pending | None = None
@@ -471,10 +482,12 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
                 defer = not last and i not in take and not hasattr(block, "unshard")
                 out = self._call(block, x, pending, defer=defer, shapes=shapes)
                 x, pending = out if defer else (out, None)
-                if i + 1 == self.octic_depth:
-                    x = self._leave(x)
             else:
                 x = self._call(block, x, shapes=shapes)
+            if i + 1 == len(blocks):
+                x = x[:, :first]
+            if i + 1 == self.octic_depth:
+                x = self._leave(x)
             if i in take:
                 taken.append(x)
         return x, taken
