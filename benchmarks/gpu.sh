@@ -4,7 +4,8 @@
 #   benchmarks/gpu.sh OUT PREFIX PIECE…
 #
 # Writes OUT/PREFIX_PIECE.json, for example benchmarks/h200_model.json. On a machine with a copy of the code but not of its
-# history, QUICKVIT_COMMIT says which commit it is.
+# history, QUICKVIT_COMMIT says which commit it is. DEPTH is the number of blocks where not all are measured, 8 by default;
+# DEPTH= means all.
 set -euo pipefail
 out=$1 prefix=$2
 shift 2
@@ -17,7 +18,8 @@ bench() {
 
 graphs=(--compile reduce-overhead --repeats 7)
 # Compiling takes longer than measuring; in a model of 8 blocks they still are nearly all of the work.
-fewer=(--depth 8)
+depth=${DEPTH-8}
+fewer=(${depth:+--depth $depth})
 for piece in "$@"; do
     case $piece in
         model) bench "$piece" model --sizes large --families d8 h8 --views false "${graphs[@]}" ;;
@@ -36,6 +38,9 @@ for piece in "$@"; do
         packing) bench "$piece" train --recipe dinov2 --batch 32 --sizes large --families h8 "${fewer[@]}" "${graphs[@]}" ;;
         memory) bench "$piece" memory --sizes large huge giant e --families d8 h8 i8 --compile none ;;
         memory_22b) bench "$piece" memory --sizes 22b --depth 2 --families d8 --compile none ;;
+        memory_compiled) bench "$piece" memory --sizes large huge --families d8 h8 i8 h2 --compile default ;;
+        memory_compiled_giant) bench "$piece" memory --sizes giant e --families d8 --compile default ;;
+        memory_compiled_22b) bench "$piece" memory --sizes 22b --families d8 --compile default ;;
         operators) bench "$piece" ops --sizes large huge --repeats 5 ;;
         linear) bench "$piece" linear --groups 8 16 ;;
         gelu) bench "$piece" gelu ;;
