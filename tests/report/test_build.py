@@ -152,6 +152,15 @@ def test_the_page_is_sound_and_alone(bench, study, add_exploration, explored):
     assert page.tags.count("script") == (3 if explored else 1)
 
 
+def test_a_whole_model_is_named_before_one_that_was_cut(bench, add_bench):
+    for path in bench.glob("*.json"):
+        path.unlink()
+    add_bench("gpu_cut", "model", ("ViT-22b/14, 2 blocks forward", "d8", 3.5))
+    for words in ("as fast as timm’s ViT-22b/14, 2 blocks: d8", "as fast as timm’s ViT-Large/16: d8"):
+        assert words in report_files(read_results(bench))["index.html"]
+        add_bench("gpu_whole", "model", ("ViT-Large/16 forward", "d8", 1.9))
+
+
 def test_untrusted_words_are_only_words(bench, add_run, add_bench):
     provenance = {"hardware": {"gpu": NASTY}, "command": NASTY, "date": NASTY, "commit": NASTY}
     for study in ("families", "depth", "invariants", "dinov2"):
