@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from quickvit.group import D8, Layout
 from quickvit.ops.backend import fused, needs_grad
-from quickvit.ops.operator import fused_operator, kernels
+from quickvit.ops.operator import fused_operator, kernels, open_operator
 from quickvit.ops.packing import Shapes, attend, pack, unpack
 
 
@@ -86,7 +86,7 @@ def _fits_whole_heads(qkv: Tensor, bias: Tensor | None, heads: int, longest: int
     return qkv.element_size() == 2 and not needs_grad(qkv, bias) and takes(longest, dim, qkv.device)
 
 
-@torch.library.triton_op("quickvit::octic_whole_heads", mutates_args=())
+@open_operator("octic_whole_heads")
 def _whole_heads(
     qkv: Tensor, bias: Tensor | None, heads: int, numbers: list[int], lengths: list[int]
 ) -> Tensor:
@@ -95,7 +95,7 @@ def _whole_heads(
     return attention_whole_head(qkv.contiguous(), bias, heads, _shapes(numbers, lengths))
 
 
-@torch.library.triton_op("quickvit::octic_split_heads", mutates_args=())
+@open_operator("octic_split_heads")
 def _split_heads(
     qkv: Tensor, bias: Tensor | None, heads: int, numbers: list[int], lengths: list[int]
 ) -> list[Tensor]:
@@ -110,7 +110,7 @@ def _(qkv, bias, heads, numbers, lengths):
     return _fake_heads(qkv, heads, 3, numbers, lengths)
 
 
-@torch.library.triton_op("quickvit::octic_split_heads_grad", mutates_args=())
+@open_operator("octic_split_heads_grad")
 def _split_heads_grad(features: list[Tensor]) -> Tensor:
     from quickvit.ops.triton.heads import to_packed
 
@@ -135,7 +135,7 @@ def _split_backward(ctx, features):
 _split_heads.register_autograd(_split_backward, setup_context=_split_setup)
 
 
-@torch.library.triton_op("quickvit::octic_merge_heads", mutates_args=())
+@open_operator("octic_merge_heads")
 def _merge_heads(features: list[Tensor]) -> Tensor:
     """The results [B, N, H, D] of all batches as packed channels."""
     from quickvit.ops.triton.heads import to_packed
@@ -148,7 +148,7 @@ def _(features):
     return _fake_packed(features, 1)
 
 
-@torch.library.triton_op("quickvit::octic_merge_heads_grad", mutates_args=())
+@open_operator("octic_merge_heads_grad")
 def _merge_heads_grad(grad: Tensor, heads: int, numbers: list[int], lengths: list[int]) -> list[Tensor]:
     from quickvit.ops.triton.heads import to_heads
 

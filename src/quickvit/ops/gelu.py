@@ -9,7 +9,7 @@ from torch.nn import functional
 from quickvit.group import D8, DihedralGroup, isotypic_to_regular, regular_to_isotypic
 from quickvit.group.layout import packed_fourier_matrix
 from quickvit.ops.backend import fused, is_plain, needs_grad
-from quickvit.ops.operator import fused_operator, kernels
+from quickvit.ops.operator import closed_operator, fused_operator, kernels
 
 # Elements per step off the fused path: 1.5 MB in single precision.
 _STEP_ELEMENTS = 128 * 3072
@@ -93,7 +93,7 @@ _fused_gelu.register_autograd(_fused_backward, setup_context=_fused_setup)
 # ---------------------------------------------------------------------- with products, a few tokens at a time
 
 
-@torch.library.custom_op("quickvit::octic_gelu", mutates_args=())
+@closed_operator("octic_gelu")
 def _gelu(x: Tensor, bias: Tensor | None, order: int) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
@@ -113,7 +113,7 @@ def _forward(x: Tensor, bias: Tensor | None, order: int, out: Tensor) -> None:
         regular.to_isotypic(torch.ops.aten.gelu_(regular.values(source)), target)
 
 
-@torch.library.custom_op("quickvit::octic_gelu_grad", mutates_args=())
+@closed_operator("octic_gelu_grad")
 def _gelu_grad(grad: Tensor, x: Tensor, bias: Tensor | None, order: int) -> Tensor:
     grad, x = grad.contiguous(), x.contiguous()
     result = torch.empty_like(x)

@@ -6,6 +6,8 @@ Shapes: x [..., C]; weight_1 [n1, F/|G|, C/|G|], one matrix per one-dimensional 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -13,6 +15,9 @@ from torch.utils.flop_counter import register_flop_formula
 from quickvit.group import DihedralGroup
 from quickvit.ops.backend import autocast, fused, is_plain
 from quickvit.ops.cpu.linear import linear_forward
+from quickvit.ops.operator import closed_operator
+
+_group = cache(DihedralGroup)
 
 
 def octic_linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -49,12 +54,12 @@ def _views(x: Tensor, n1: int, n2: int) -> tuple[Tensor, list[Tensor]]:
     return one, two
 
 
-@torch.library.custom_op("quickvit::octic_linear", mutates_args=())
+@closed_operator("octic_linear")
 def _linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> Tensor:
     if x.stride(1) != 1:
         x = x.contiguous()
     n1, n2 = len(weight_1), len(weight_2)
-    if x.is_cpu and fused(x, DihedralGroup(n1 + 4 * n2)):
+    if x.is_cpu and fused(x, _group(n1 + 4 * n2)):
         return linear_forward(x, weight_1, weight_2, bias)
     y = x.new_empty(x.shape[0], weight_1.shape[1] * (n1 + 4 * n2))
     products(x, weight_1, weight_2, y)
@@ -89,11 +94,11 @@ def _(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> Ten
     return x.new_empty(x.shape[0], weight_1.shape[1] * (len(weight_1) + 4 * len(weight_2)))
 
 
-@torch.library.custom_op("quickvit::octic_linear_weight_grad", mutates_args=())
+@closed_operator("octic_linear_weight_grad")
 def _weight_grad(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Tensor]:
     if x.stride(1) != 1:
         x = x.contiguous()
-    if grad.is_cuda and fused(grad, DihedralGroup(n1 + 4 * n2)):
+    if grad.is_cuda and fused(grad, _group(n1 + 4 * n2)):
         from quickvit.ops.triton.weight_gradient import takes, weight_gradient
 
         if takes(grad, x):

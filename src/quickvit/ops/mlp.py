@@ -10,7 +10,7 @@ from quickvit.group import DihedralGroup
 from quickvit.ops.backend import autocast, fused, needs_grad
 from quickvit.ops.cpu.linear import mlp_forward
 from quickvit.ops.linear import products
-from quickvit.ops.operator import kernels
+from quickvit.ops.operator import closed_operator, kernels
 
 # Bytes of the hidden features that exist at one time on a GPU: enough to keep it busy.
 HIDDEN_BYTES = 400 * 2**20
@@ -34,7 +34,7 @@ def octic_mlp(
     return y.unflatten(0, x.shape[:-1])
 
 
-@torch.library.custom_op("quickvit::octic_mlp", mutates_args=())
+@closed_operator("octic_mlp")
 def _mlp(
     x: Tensor, first_1: Tensor, first_2: Tensor, bias: Tensor | None, second_1: Tensor, second_2: Tensor
 ) -> Tensor:

@@ -1,16 +1,70 @@
-"""Operators that have hand-made kernels, registered with PyTorch once for the GPU and once for the CPU."""
+"""Functions that are registered with PyTorch as operators, and their hand-made kernels.
+
+Operators let autograd, `torch.compile` and counters of FLOPs see what they need to know. That takes Python longer
+than a small kernel runs, so where nobody looks a call goes straight to the function.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
+from functools import wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import custom_op, infer_schema, triton_op
 
 Function = Callable[..., Any]
+
+
+class _Calls(threading.local):
+    straight = False
+
+
+_calls = _Calls()
+
+
+def is_straight() -> bool:
+    """Whether the function that runs is closed to PyTorch: nobody needs to see what kernels it launches."""
+    return _calls.straight
+
+
+def seen(*arguments: Any) -> bool:
+    """Whether PyTorch must see a call: to differentiate, trace or count it, or for a subclass of tensors."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return True
+    graded = torch.is_grad_enabled()
+    for argument in arguments:
+        for tensor in argument if isinstance(argument, list) else (argument,):
+            if isinstance(tensor, Tensor):
+                plain = type(tensor) in (Tensor, torch.nn.Parameter)
+                if not plain or (graded and tensor.requires_grad):
+                    return True
+    return False
+
+
+class Operator:
+    """A function of tensors that does not write to them, and the same as a registered operator."""
+
+    def __init__(self, function: Function, registered: Any) -> None:
+        self.function, self.registered = _straight(function), registered
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The function."""
+        return self.registered(*arguments) if seen(*arguments) else self.function(*arguments)
+
+    def register_fake(self, function: Function) -> None:
+        """What the result looks like."""
+        self.registered.register_fake(function)
+
+    def register_autograd(self, backward: Function, *, setup_context: Function) -> None:
+        """How gradients are computed."""
+        self.registered.register_autograd(backward, setup_context=setup_context)
 
 
 class FusedOperator:
@@ -21,14 +75,18 @@ class FusedOperator:
     """
 
     def __init__(self, function: Function, name: str, mutates_args: Iterable[str]) -> None:
-        self.gpu: Any = torch.library.triton_op(f"quickvit::{name}", function, mutates_args=mutates_args)
-        self.cpu: Any = torch.library.custom_op(
-            f"quickvit::{name}_cpu", function, mutates_args=mutates_args, device_types="cpu"
+        self.gpu = Operator(function, triton_op(f"quickvit::{name}", function, mutates_args=mutates_args))
+        self.cpu = Operator(
+            function,
+            custom_op(f"quickvit::{name}_cpu", function, mutates_args=mutates_args, device_types="cpu"),
         )
+        # PyTorch must know what was written to.
+        self.straight = not mutates_args
 
     def __call__(self, x: Tensor, *arguments: Any) -> Any:
         """The function."""
-        return self.cpu(x, *arguments) if x.is_cpu else self.gpu(x, *arguments)
+        operator = self.cpu if x.is_cpu else self.gpu
+        return operator(x, *arguments) if self.straight else operator.registered(x, *arguments)
 
     def register_fake(self, function: Function) -> None:
         """What the result looks like."""
@@ -46,6 +104,36 @@ def fused_operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Fun
     return lambda function: FusedOperator(function, name, mutates_args)
 
 
+def open_operator(name: str) -> Callable[[Function], Operator]:
+    """Register a function that launches Triton kernels, which `torch.compile` sees."""
+    return lambda function: Operator(function, triton_op(f"quickvit::{name}", function, mutates_args=()))
+
+
+def closed_operator(name: str) -> Callable[[Function], Operator]:
+    """Register a function that calls whatever it likes: `torch.compile` leaves it alone."""
+
+    def register(function: Function) -> Operator:
+        schema = infer_schema(function, mutates_args=())
+        closed = _straight(function)
+        return Operator(function, custom_op(f"quickvit::{name}", closed, mutates_args=(), schema=schema))
+
+    return register
+
+
 def kernels(x: Tensor, name: str) -> ModuleType:
     """The module of this name with the kernels for the device of x."""
     return import_module(f"quickvit.ops.{'cpu' if x.is_cpu else 'triton'}.{name}")
+
+
+def _straight(function: Function) -> Function:
+    """The function, which knows of itself that it is closed."""
+
+    @wraps(function)
+    def closed(*arguments: Any) -> Any:
+        before, _calls.straight = _calls.straight, True
+        try:
+            return function(*arguments)
+        finally:
+            _calls.straight = before
+
+    return closed

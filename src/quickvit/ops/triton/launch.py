@@ -10,13 +10,18 @@ from torch._higher_order_ops import triton_kernel_wrap
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
+from quickvit.ops.operator import is_straight
+
 
 def traced(kernel):
     """The kernel, such that `torch.compile` sees it within an operator and launches it without Python.
 
-    Triton's interpreter has kernels of another kind, which nothing needs to see.
+    To be seen takes a launch a millisecond, so within closed functions it is not. Triton's interpreter has kernels of
+    another kind, which nothing needs to see.
     """
-    return torch.library.wrap_triton(kernel) if isinstance(kernel, JITFunction) else kernel
+    if is_straight() or not isinstance(kernel, JITFunction):
+        return kernel
+    return torch.library.wrap_triton(kernel)
 
 
 @functools.cache
