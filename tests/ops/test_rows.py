@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quickvit.ops.rows import rows_at
 
@@ -35,11 +36,22 @@ def test_gradients(way):
     assert torch.autograd.gradgradcheck(getattr(rows, way), (x,))
 
 
+class Calls(TorchDispatchMode):
+    """The names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
 def test_nothing_is_written_twice():
     """Neither way adds up into places of memory, on a GPU by atomic operations, of which bfloat16 has slow ones."""
     rows, x = rows_at(CHOSEN, 6), tokens(6).requires_grad_()
-    with torch.profiler.profile() as profile:
+    with Calls() as calls:
         (x + rows.spread(rows.of(x) * 2)).sum().backward()
-    called = {event.name for event in profile.events()}
-    assert "aten::index_select" in called
-    assert not any("index_add" in name or "index_put" in name for name in called)
+    assert "index_select" in calls.names
+    assert not any(name.startswith(("index_add", "index_put", "scatter")) for name in calls.names)
