@@ -132,6 +132,20 @@ def test_an_update_that_is_left_out_leaves_no_trace():
     close(targets.class_center, 0.1 * rows.mean(0))
 
 
+def test_what_was_observed_is_copied():
+    """A CUDA graph writes its next results over these."""
+    targets, rows, counted = (
+        Targets(3, "softmax", torch.float64),
+        normal(2, 3),
+        torch.ones(2, dtype=torch.bool),
+    )
+    seen = sums(rows, rows.softmax(-1), rows, counted)
+    targets.observe(seen)
+    seen.fill_(torch.nan)
+    targets.update(0, ALONE)
+    close(targets.class_center, 0.1 * rows.mean(0))
+
+
 def test_without_centring_targets_are_a_softmax():
     logits = normal(4, 3)
     shift = Targets(3, "none", torch.float64).shift(logits, "class", 0.1, ALONE)
