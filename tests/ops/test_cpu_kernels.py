@@ -361,6 +361,7 @@ def test_operators_are_registered_soundly(monkeypatch):
     opcheck(ops.octic_linear.default, (x, *(w.requires_grad_() for w in weights), None))
     weights = draw(4, 3, 2), draw(1, 6, 4), draw(3), draw(4, 2, 3), draw(1, 4, 6)
     opcheck(ops.octic_mlp.default, (x.detach(), *weights))
+    opcheck(ops.octic_mlp_.default, (x.detach(), *weights))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -384,7 +385,8 @@ def _in_child(queue, x: Tensor) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 64])
 @pytest.mark.parametrize("hidden_bytes", [1, 3000, 2**26])
-def test_the_perceptron_of_a_part_of_the_tokens_at_a_time(tokens, hidden_bytes, monkeypatch):
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_perceptron_of_a_part_of_the_tokens_at_a_time(tokens, hidden_bytes, overwrite, monkeypatch):
     monkeypatch.setattr(mlp, "HIDDEN_BYTES", hidden_bytes)
     torch.manual_seed(0)
     x = torch.randn(tokens, 32)
@@ -396,6 +398,6 @@ def test_the_perceptron_of_a_part_of_the_tokens_at_a_time(tokens, hidden_bytes, 
         torch.randn(1, 8, 16),
     ]
     hidden = gelu.definition(linear.definition(x, *weights[:2]), weights[2])
-    torch.testing.assert_close(
-        mlp.in_parts(x, *weights), linear.definition(hidden, *weights[3:]), rtol=1e-4, atol=1e-4
-    )
+    y = x if overwrite else torch.full_like(x, torch.nan)
+    mlp.in_parts(x, *weights, y)
+    torch.testing.assert_close(y, linear.definition(hidden, *weights[3:]), rtol=1e-4, atol=1e-4)

@@ -106,6 +106,24 @@ def test_a_closed_function_knows_that_it_is():
     assert not is_straight()
 
 
+def test_autograd_learns_of_what_was_written_to():
+    @closed_operator("written_by_a_test", mutates_args=("x",))
+    def write(x: torch.Tensor) -> None:
+        x.numpy()[:] = 7
+
+    weight = torch.ones(3, requires_grad=True)
+    x = torch.ones(3)
+    y = (weight * x).sum()
+    write(x)
+    assert x.tolist() == [7, 7, 7]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    with torch.inference_mode():
+        x = torch.ones(3)
+        write(x)
+    assert x.tolist() == [7, 7, 7]
+
+
 def test_kernels_are_launched_bare_within_closed_functions(monkeypatch):
     launch = pytest.importorskip("quickvit.ops.triton.launch")
 

@@ -154,6 +154,17 @@ def test_the_perceptron_without_gradients_takes_little_memory(monkeypatch):
         assert relative(net.float()(x.float()), expected) < 0.02
 
 
+def test_the_perceptron_overwrites_what_nobody_needs():
+    net = OcticMlp(320, 1280).to(DEVICE, torch.bfloat16)
+    x = torch.randn(4, 37, 320, device=DEVICE, dtype=torch.bfloat16)
+    for compiled in (net.deferred, torch.compile(net.deferred, fullgraph=True)):
+        with torch.no_grad():
+            expected, taken = net(x), x.clone()
+            y, bias = compiled(taken, overwrite=True)
+        assert y.data_ptr() == taken.data_ptr()
+        torch.testing.assert_close(y + net.fc2.out_layout.embed_invariant(bias), expected)
+
+
 def model(family, **options):
     options = {"embed_dim": 256, "num_heads": 4, "depth": 4, "img_size": 64, "num_classes": 10, **options}
     return randomize(QuickVisionTransformer(family=family, init_values=1.0, **options)).to(DEVICE)

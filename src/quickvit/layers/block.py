@@ -81,7 +81,7 @@ class OcticBlock(nn.Module):
         x, y = self.norm2.after_residual(x, *pending, normed=second.rows)
         # Where nobody else holds the branch of attention, its memory is free for the perceptron.
         del pending
-        pending = _pending(self.mlp.deferred(y), self.ls2, second)
+        pending = _pending(self.mlp.deferred(y, overwrite=True), self.ls2, second)
         return (x, pending) if defer else self.add(x, pending)
 
     def add(self, x: Tensor, pending: Pending) -> Tensor:

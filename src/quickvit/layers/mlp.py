@@ -24,20 +24,20 @@ class OcticMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to packed tokens."""
-        y, bias = self._branch(x)
+        y, bias = self._branch(x, overwrite=False)
         return self.drop2(y if bias is None else y + self.fc2.out_layout.embed_invariant(bias))
 
-    def deferred(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As forward, with a bias that is left to add, see `OcticLinear.deferred`."""
+    def deferred(self, x: Tensor, overwrite: bool = False) -> tuple[Tensor, Tensor | None]:
+        """As forward, with a bias that is left to add, see `OcticLinear.deferred`; of `overwrite` see `octic_mlp`."""
         if self.training and self.drop2.p:
             return self(x), None
-        return self._branch(x)
+        return self._branch(x, overwrite)
 
-    def _branch(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _branch(self, x: Tensor, overwrite: bool) -> tuple[Tensor, Tensor | None]:
         up, down = self.fc1, self.fc2
         dropout = self.training and self.drop1.p
         if not dropout and takes_mlp(x, self.group, *up.parameters(), *down.parameters()):
             weights = down.weight_1, down.weight_2
-            return octic_mlp(x, up.weight_1, up.weight_2, up.bias, *weights), down.bias
+            return octic_mlp(x, up.weight_1, up.weight_2, up.bias, *weights, overwrite=overwrite), down.bias
         hidden, bias = up.deferred(x)
         return down.deferred(self.drop1(octic_gelu(hidden, bias, self.group, overwrite=True)))

@@ -22,15 +22,28 @@ def takes_mlp(x: Tensor, group: DihedralGroup, *parameters: Tensor | None) -> bo
 
 
 def octic_mlp(
-    x: Tensor, first_1: Tensor, first_2: Tensor, bias: Tensor | None, second_1: Tensor, second_2: Tensor
+    x: Tensor,
+    first_1: Tensor,
+    first_2: Tensor,
+    bias: Tensor | None,
+    second_1: Tensor,
+    second_2: Tensor,
+    *,
+    overwrite: bool = False,
 ) -> Tensor:
     """W₂ GELU(W₁ x + b), [..., C] → [..., F], without the bias of the second map; see `octic_linear`, `octic_gelu`.
 
     The hidden features, which are the largest tensor of a model, exist of a part of the tokens at a time: on a CPU of
-    so few that they stay in the cache.
+    so few that they stay in the cache. With `overwrite` the caller has no more use for x, and on a GPU it holds the
+    result if it is as wide.
     """
     x, first_1, first_2, second_1, second_2 = autocast(x, first_1, first_2, second_1, second_2)
-    y = _mlp(x.flatten(0, -2), first_1, first_2, bias, second_1, second_2)
+    parameters = first_1, first_2, bias, second_1, second_2
+    rows = x.flatten(0, -2)
+    if overwrite and x.is_cuda and x.is_contiguous() and first_1.shape[2] == second_1.shape[1]:
+        _mlp_into(rows, *parameters)
+        return x
+    y: Tensor = _mlp(rows, *parameters)
     return y.unflatten(0, x.shape[:-1])
 
 
@@ -40,14 +53,30 @@ def _mlp(
 ) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     parameters = first_1, first_2, bias, second_1, second_2
-    return mlp_forward(x, *parameters) if x.is_cpu else in_parts(x, *parameters)
+    if x.is_cpu:
+        return mlp_forward(x, *parameters)
+    y = x.new_empty(x.shape[0], 8 * second_1.shape[1])
+    in_parts(x, *parameters, y)
+    return y
+
+
+@closed_operator("octic_mlp_", mutates_args=("x",))
+def _mlp_into(
+    x: Tensor, first_1: Tensor, first_2: Tensor, bias: Tensor | None, second_1: Tensor, second_2: Tensor
+) -> None:
+    in_parts(x, first_1, first_2, bias, second_1, second_2, x)
 
 
 def in_parts(
-    x: Tensor, first_1: Tensor, first_2: Tensor, bias: Tensor | None, second_1: Tensor, second_2: Tensor
-) -> Tensor:
-    """The perceptron, through one buffer for the hidden features of as many tokens as it holds."""
-    y = x.new_empty(x.shape[0], 8 * second_1.shape[1])
+    x: Tensor,
+    first_1: Tensor,
+    first_2: Tensor,
+    bias: Tensor | None,
+    second_1: Tensor,
+    second_2: Tensor,
+    y: Tensor,
+) -> None:
+    """The perceptron of x written to y, which may be x: by way of a buffer for the hidden features of some tokens."""
     width = 8 * first_1.shape[1]
     parts = max(1, -(-x.shape[0] * width * x.element_size() // HIDDEN_BYTES))
     step = max(1, -(-x.shape[0] // parts))
@@ -58,7 +87,11 @@ def in_parts(
         products(part, first_1, first_2, hidden)
         gelu(hidden, bias, hidden)
         products(hidden, second_1, second_2, out)
-    return y
+
+
+@_mlp_into.register_fake
+def _(x, first_1, first_2, bias, second_1, second_2):
+    return None
 
 
 @_mlp.register_fake
@@ -66,7 +99,7 @@ def _(x, first_1, first_2, bias, second_1, second_2):
     return x.new_empty(x.shape[0], 8 * second_1.shape[1])
 
 
-@register_flop_formula(torch.ops.quickvit.octic_mlp)
+@register_flop_formula([torch.ops.quickvit.octic_mlp, torch.ops.quickvit.octic_mlp_])
 def _mlp_flops(x, first_1, first_2, bias, second_1, *_, **__) -> int:
     _, hidden, inputs = first_1
     return 2 * x[0] * 12 * hidden * (inputs + second_1[1])

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.library import custom_op, infer_schema, triton_op
 
 Function = Callable[..., Any]
@@ -49,14 +50,20 @@ def seen(*arguments: Any) -> bool:
 
 
 class Operator:
-    """A function of tensors that does not write to them, and the same as a registered operator."""
+    """A function of tensors, and the same as a registered operator. `writes`: to its first tensor, else to none."""
 
-    def __init__(self, function: Function, registered: Any) -> None:
-        self.function, self.registered = _straight(function), registered
+    def __init__(self, function: Function, registered: Any, writes: bool = False) -> None:
+        self.function, self.registered, self.writes = _straight(function), registered, writes
 
     def __call__(self, *arguments: Any) -> Any:
         """The function."""
-        return self.registered(*arguments) if seen(*arguments) else self.function(*arguments)
+        if seen(*arguments):
+            return self.registered(*arguments)
+        result = self.function(*arguments)
+        if self.writes and not arguments[0].is_inference():
+            # Autograd must not take it for what it was, if it has kept it.
+            increment_version(arguments[0])
+        return result
 
     def register_fake(self, function: Function) -> None:
         """What the result looks like."""
@@ -75,18 +82,13 @@ class FusedOperator:
     """
 
     def __init__(self, function: Function, name: str, mutates_args: Iterable[str]) -> None:
-        self.gpu = Operator(function, triton_op(f"quickvit::{name}", function, mutates_args=mutates_args))
-        self.cpu = Operator(
-            function,
-            custom_op(f"quickvit::{name}_cpu", function, mutates_args=mutates_args, device_types="cpu"),
-        )
-        # PyTorch must know what was written to.
-        self.straight = not mutates_args
+        opened = triton_op(f"quickvit::{name}", function, mutates_args=mutates_args)
+        closed = custom_op(f"quickvit::{name}_cpu", function, mutates_args=mutates_args, device_types="cpu")
+        self.gpu, self.cpu = (Operator(function, known, bool(mutates_args)) for known in (opened, closed))
 
     def __call__(self, x: Tensor, *arguments: Any) -> Any:
         """The function."""
-        operator = self.cpu if x.is_cpu else self.gpu
-        return operator(x, *arguments) if self.straight else operator.registered(x, *arguments)
+        return (self.cpu if x.is_cpu else self.gpu)(x, *arguments)
 
     def register_fake(self, function: Function) -> None:
         """What the result looks like."""
@@ -100,7 +102,7 @@ class FusedOperator:
 
 
 def fused_operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Function], FusedOperator]:
-    """Register a function as a `FusedOperator`."""
+    """Register a function as a `FusedOperator`; it may write to its first tensor."""
     return lambda function: FusedOperator(function, name, mutates_args)
 
 
@@ -109,13 +111,13 @@ def open_operator(name: str) -> Callable[[Function], Operator]:
     return lambda function: Operator(function, triton_op(f"quickvit::{name}", function, mutates_args=()))
 
 
-def closed_operator(name: str) -> Callable[[Function], Operator]:
-    """Register a function that calls whatever it likes: `torch.compile` leaves it alone."""
+def closed_operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Function], Operator]:
+    """Register a function that calls whatever it likes: `torch.compile` leaves it alone. It may write as above."""
 
     def register(function: Function) -> Operator:
-        schema = infer_schema(function, mutates_args=())
-        closed = _straight(function)
-        return Operator(function, custom_op(f"quickvit::{name}", closed, mutates_args=(), schema=schema))
+        schema = infer_schema(function, mutates_args=mutates_args)
+        closed = custom_op(f"quickvit::{name}", _straight(function), mutates_args=mutates_args, schema=schema)
+        return Operator(function, closed, bool(mutates_args))
 
     return register
 
