@@ -153,6 +153,8 @@ def test_speed_of_models_that_were_cut(bench, add_bench):
     )
     finding = judge("grows with their size", read_results(bench))
     assert finding == Finding(CONFIRMED, "ViT-Large/16 1.90×, ViT-Huge/14, 8 blocks 2.10× (A GPU)")
+    add_bench("gpu_large", "model", (FORWARD, "d8", 2.2))
+    assert judge("grows with their size", read_results(bench)).verdict == NOT_CONFIRMED
 
 
 def test_a_processor_is_no_gpu(bench, add_bench):
