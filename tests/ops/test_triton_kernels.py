@@ -301,7 +301,7 @@ def test_residual_norm(
 def test_the_operator_of_some_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients reach the tensors that they are of."""
     monkeypatch.setattr(norm_operators, "kernels", lambda x, name: norm)
-    layout, tokens = Layout(64), 9
+    layout, tokens = Layout(64), 11
     added, normed = (rows_at(draw(seed, tokens).argsort()[:5], tokens) for seed in (0, 1))
     factors, dz, dy = draw(2, 5).abs(), draw(3, tokens, 64), draw(4, 5, 64)
     tensors = draw(5, tokens, 64), draw(6, 5, 64), draw(7, 8), draw(8, 48), draw(9, 48), draw(10, 8)
