@@ -399,5 +399,5 @@ def test_the_perceptron_of_a_part_of_the_tokens_at_a_time(tokens, hidden_bytes, 
     ]
     hidden = gelu.definition(linear.definition(x, *weights[:2]), weights[2])
     y = x if overwrite else torch.full_like(x, torch.nan)
-    mlp.in_parts(x, *weights, y)
+    mlp.in_parts(x, y, tuple(weights[:2]), weights[2], tuple(weights[3:]))
     torch.testing.assert_close(y, linear.definition(hidden, *weights[3:]), rtol=1e-4, atol=1e-4)

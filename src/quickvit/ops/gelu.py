@@ -101,7 +101,7 @@ def _gelu(x: Tensor, bias: Tensor | None, order: int) -> Tensor:
     return y
 
 
-@torch.library.custom_op("quickvit::octic_gelu_", mutates_args=("x",))
+@closed_operator("octic_gelu_", mutates_args=("x",))
 def _gelu_into(x: Tensor, bias: Tensor | None, order: int) -> None:
     _forward(x, bias, order, x)
 

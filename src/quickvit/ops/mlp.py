@@ -52,11 +52,10 @@ def _mlp(
     x: Tensor, first_1: Tensor, first_2: Tensor, bias: Tensor | None, second_1: Tensor, second_2: Tensor
 ) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
-    parameters = first_1, first_2, bias, second_1, second_2
     if x.is_cpu:
-        return mlp_forward(x, *parameters)
+        return mlp_forward(x, first_1, first_2, bias, second_1, second_2)
     y = x.new_empty(x.shape[0], 8 * second_1.shape[1])
-    in_parts(x, *parameters, y)
+    in_parts(x, y, (first_1, first_2), bias, (second_1, second_2))
     return y
 
 
@@ -64,29 +63,23 @@ def _mlp(
 def _mlp_into(
     x: Tensor, first_1: Tensor, first_2: Tensor, bias: Tensor | None, second_1: Tensor, second_2: Tensor
 ) -> None:
-    in_parts(x, first_1, first_2, bias, second_1, second_2, x)
+    in_parts(x, x, (first_1, first_2), bias, (second_1, second_2))
 
 
 def in_parts(
-    x: Tensor,
-    first_1: Tensor,
-    first_2: Tensor,
-    bias: Tensor | None,
-    second_1: Tensor,
-    second_2: Tensor,
-    y: Tensor,
+    x: Tensor, y: Tensor, first: tuple[Tensor, Tensor], bias: Tensor | None, second: tuple[Tensor, Tensor]
 ) -> None:
     """The perceptron of x written to y, which may be x: by way of a buffer for the hidden features of some tokens."""
-    width = 8 * first_1.shape[1]
+    width = 8 * first[0].shape[1]
     parts = max(1, -(-x.shape[0] * width * x.element_size() // HIDDEN_BYTES))
     step = max(1, -(-x.shape[0] // parts))
     buffer = x.new_empty(step, width)
     gelu = kernels(x, "gelu").gelu_forward
     for part, out in zip(x.split(step), y.split(step), strict=True):
         hidden = buffer[: len(part)]
-        products(part, first_1, first_2, hidden)
+        products(part, *first, hidden)
         gelu(hidden, bias, hidden)
-        products(hidden, second_1, second_2, out)
+        products(hidden, *second, out)
 
 
 @_mlp_into.register_fake

@@ -16,8 +16,8 @@ from quickvit.ops.operator import is_straight
 def traced(kernel):
     """The kernel, such that `torch.compile` sees it within an operator and launches it without Python.
 
-    To be seen takes a launch a millisecond, so within closed functions it is not. Triton's interpreter has kernels of
-    another kind, which nothing needs to see.
+    To be seen takes Python far longer than to launch (a millisecond, say PyTorch's sources), so in closed functions
+    it is not. Triton's interpreter has kernels of another kind, which nothing needs to see.
     """
     if is_straight() or not isinstance(kernel, JITFunction):
         return kernel
