@@ -32,8 +32,8 @@ from quickvit.ops.triton.launch import traced
 # By head size: the tiles to choose from, as (own rows, rows per step, warps, stages). Own rows are queries, but
 # for the gradients of k and v they are keys; the tile that pads them least is taken, the first of equals.
 Tiles = dict[int, tuple[tuple[int, int, int, int], ...]]
-FORWARD_TILES: Tiles = {64: ((128, 16, 4, 3),), 128: ((64, 16, 4, 3),)}
-QUERY_TILES: Tiles = {64: ((128, 64, 8, 1),), 128: ((128, 64, 8, 2), (64, 64, 8, 2))}
+FORWARD_TILES: Tiles = {64: ((128, 16, 4, 3), (64, 16, 4, 3)), 128: ((64, 16, 4, 3),)}
+QUERY_TILES: Tiles = {64: ((128, 64, 8, 1), (64, 32, 4, 2)), 128: ((128, 64, 8, 2), (64, 64, 8, 2))}
 KEY_TILES: Tiles = {64: ((64, 16, 4, 3),), 128: ((128, 32, 8, 2), (64, 64, 8, 2))}
 
 _LOG2E = tl.constexpr(1 / math.log(2))
