@@ -262,7 +262,7 @@ def faster(benchmark: str, pattern: re.Pattern[str], families: tuple[str, ...]) 
         return together(
             holds(
                 ratio > 1 + (row.spread or 0),
-                f"{match[1]} {row.name} {times(ratio)} ({measurement.source.hardware})",
+                f"{' '.join(match.groups())} {row.name} {times(ratio)} ({measurement.source.hardware})",
             )
             for measurement, row, match, ratio in _gpu_rows(results, benchmark, pattern)
             if row.name in families and row.dtype in HALF
