@@ -20,6 +20,17 @@ DEVICE = "cuda"
 SHAPES = [(64, 2, 1), (1024, 16, 197), (1280, 16, 257), (1664, 16, 33), (512, 8, 1023), (1024, 8, 257)]
 
 
+OPERATORS = [
+    "linear",
+    "gelu",
+    "norm",
+    "residual norm",
+    "residual norm of some tokens",
+    "attention",
+    "packed attention",
+]
+
+
 def cases(width, heads, tokens, dtype):
     """Each operator with its definition and fresh inputs."""
     layout, qkv_layout = Layout(width), Layout(3 * width)
@@ -104,7 +115,7 @@ def relative(actual, reference):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ["linear", "gelu", "norm", "residual norm", "attention", "packed attention"])
+@pytest.mark.parametrize("name", OPERATORS)
 def test_error_is_at_most_twice_that_of_the_definition(name, shape, dtype):
     torch.manual_seed(0)
     fused, definition, tensors = cases(*shape, dtype)[name]
@@ -130,7 +141,7 @@ def test_error_of_attention_without_gradients(dtype):
     assert ours <= 2 * theirs + 4 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("name", ["linear", "gelu", "norm", "residual norm", "attention", "packed attention"])
+@pytest.mark.parametrize("name", OPERATORS)
 def test_operators_take_strided_input(name):
     fused, _, tensors = cases(1024, 16, 197, torch.bfloat16)[name]
     x, *rest = tensors
