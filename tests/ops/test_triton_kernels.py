@@ -489,6 +489,12 @@ def test_tile_pads_least(tiles: attention.Tiles) -> None:
             assert rest <= meta["TAIL"] < 2 * max(rest, 9)
 
 
+@pytest.mark.parametrize("tiles", [attention.FORWARD_TILES, attention.QUERY_TILES])
+def test_local_crops_are_not_padded_to_global_ones(tiles: attention.Tiles) -> None:
+    for rows, block in ((37, 64), (197, 128)):
+        assert attention._tile("", tiles, 64, rows, torch.device(DEVICE))[1]["BLOCK"] == block
+
+
 def test_attention_rejects_other_head_sizes() -> None:
     with pytest.raises(ValueError, match="size 80, expected one of 64, 128"):
         attention.attention_forward(draw(0, 1, 240), None, 1, ((1, 1),))
