@@ -233,6 +233,7 @@ def test_operators():
         | {f"{name} weight gradient" for name in ("qkv", "proj", "fc1", "fc2")}
         | others
         | {f"{name} gradient" for name in others}
+        | {"qkv + attention"}
     )
     assert names(rows, "GELU")[:3] == ["standard", "octic", "copy"]
 

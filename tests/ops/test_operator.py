@@ -20,7 +20,7 @@ def unseen(monkeypatch):
     def registered(*arguments):
         raise Seen
 
-    monkeypatch.setattr(linear._linear, "registered", registered)
+    monkeypatch.setattr(linear.linear, "registered", registered)
     return linear.octic_linear
 
 

@@ -6,7 +6,7 @@ import torch
 from quickvit import QuickVisionTransformer, act_on_image
 from quickvit.group import Layout
 from quickvit.layers import OcticMlp
-from quickvit.ops import attention, gelu, linear, mlp, norm, plain
+from quickvit.ops import attention, gelu, hopper, linear, mlp, norm, plain
 from quickvit.ops.rows import rows_at
 from quickvit.testing import assert_invariant, randomize
 
@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 DEVICE = "cuda"
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 # Width, heads and tokens: heads of 64 and 128 read packed channels, those of 80 and 104 go through a copy.
 SHAPES = [(64, 2, 1), (1024, 16, 197), (1280, 16, 257), (1664, 16, 33), (512, 8, 1023), (1024, 8, 257)]
 
@@ -27,6 +28,7 @@ OPERATORS = [
     "residual norm",
     "residual norm of some tokens",
     "attention",
+    "self-attention",
     "packed attention",
 ]
 
@@ -65,6 +67,14 @@ def cases(width, heads, tokens, dtype):
     def attend(qkv, bias):
         return attention.octic_attention(qkv, heads, qkv_layout, bias)
 
+    def self_attend(x, weight_1, weight_2, bias):
+        if width != 64 * heads or not hopper.takes(x, 3 * width):
+            pytest.skip("there is no kernel for this")
+        return attention.octic_self_attention(x, weight_1, weight_2, bias, heads)
+
+    def self_attention_definition(x, weight_1, weight_2, bias):
+        return plain()(attend)(linear.definition(x, weight_1, weight_2), bias)
+
     # The tokens of two sequences in another division.
     shapes = ((1, tokens), (tokens, 1))
 
@@ -98,6 +108,11 @@ def cases(width, heads, tokens, dtype):
             attend,
             plain()(attend),
             [randn(2, tokens, 3 * width), randn(3 * m)],
+        ),
+        "self-attention": (
+            self_attend,
+            self_attention_definition,
+            [x, randn(4, 3 * m, m) / m**0.5, randn(1, 6 * m, 2 * m) / m**0.5, randn(3 * m)],
         ),
         "packed attention": (
             attend_packed,
@@ -147,6 +162,44 @@ def test_operators_take_strided_input(name):
     x, *rest = tensors
     wide = torch.cat([x, x], dim=1)[:, ::2]
     torch.testing.assert_close(fused(wide, *rest), fused(wide.contiguous(), *rest))
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("tokens", [1, 64, 197, 1023, 12608])
+@pytest.mark.parametrize("width", [256, 768, 1024])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_hopper_has_a_kernel_for_the_linear_map(width, tokens, transposed):
+    torch.manual_seed(0)
+    m = width // 8
+
+    def randn(*shape):
+        return torch.randn(*shape, device=DEVICE).bfloat16() / m**0.5
+
+    x, weights = randn(tokens, width), (randn(4, 4 * m, m), randn(1, 8 * m, 2 * m))
+    y = x.new_full((tokens, 4 * width), float("nan"))
+    given = [w.mT.contiguous().mT for w in weights] if transposed else weights
+    assert hopper.takes(x, 4 * width)
+    hopper.kernels().linear(x, *given, y)
+    assert relative(y, linear.definition(x.double(), *(w.double() for w in weights))) < 2e-3
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+def test_graphs_have_hoppers_kernel_and_few_tokens_without_graphs_do_not(monkeypatch):
+    launched, launch = [], hopper.kernels().linear
+    monkeypatch.setattr(hopper, "_launched", set())
+    monkeypatch.setattr(hopper.kernels(), "linear", lambda *args: (launched.append(args), launch(*args)))
+    x = torch.randn(197, 1024, device=DEVICE, dtype=torch.bfloat16)
+    weights = torch.randn_like(x[:128]).view(4, 256, 128), torch.randn_like(x[:128]).view(1, 512, 256)
+    with torch.no_grad():
+        first, second = (linear.octic_linear(x, *weights) for _ in range(2))
+        assert len(launched) == 1
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = linear.octic_linear(x, *weights)
+        assert len(launched) == 2
+    graph.replay()
+    torch.testing.assert_close(first, second)
+    torch.testing.assert_close(captured, second)
 
 
 def test_the_perceptron_without_gradients_takes_little_memory(monkeypatch):

@@ -18,6 +18,7 @@ from quickvit.bench.timing import Job, Settings, measure
 from quickvit.bench.work import Ceilings, Shape, Storage, Work
 from quickvit.group import D8, Layout
 from quickvit.ops import octic_attention, octic_gelu, octic_layer_norm, octic_linear, octic_residual_norm
+from quickvit.ops.attention import octic_self_attention, takes_self_attention
 
 NORM_EPS = 1e-6
 
@@ -28,7 +29,7 @@ class Operator:
 
     label: str
     name: str
-    work: Work
+    steps: Sequence[Work]
     function: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
     vectors: tuple[int, ...] = ()
@@ -55,7 +56,7 @@ def bench_operators(settings: Settings, ceilings: Ceilings, shapes: Sequence[Sha
         chosen = list(operators(shape, settings))
         for label in dict.fromkeys(operator.label for operator in chosen):
             cases = [
-                layer_case(o.name, partial(o.build, settings), [o.work], settings, ceilings)
+                layer_case(o.name, partial(o.build, settings), o.steps, settings, ceilings)
                 for o in chosen
                 if o.label == label
             ]
@@ -82,8 +83,8 @@ def operators(shape: Shape, settings: Settings) -> Iterator[Operator]:
 
 def _products(name: str, rows: int, inputs: int, outputs: int, storage: Storage) -> Iterator[Operator]:
     # Input and weight gradients are products of the same size.
-    octic = work.linear(rows, inputs, outputs, storage, D8)
-    standard = work.linear(rows, inputs, outputs, storage)
+    octic = (work.linear(rows, inputs, outputs, storage, D8),)
+    standard = (work.linear(rows, inputs, outputs, storage),)
     yield Operator(name, "standard", standard, functional.linear, ((rows, inputs), (outputs, inputs)))
     shapes = ((rows, inputs), (4, outputs // 8, inputs // 8), (1, outputs // 4, inputs // 4))
     yield Operator(name, "octic", octic, octic_linear, shapes)
@@ -94,10 +95,10 @@ def _products(name: str, rows: int, inputs: int, outputs: int, storage: Storage)
 def _gelu(rows: int, hidden: int, storage: Storage) -> Iterator[Operator]:
     steps = work.elementwise(rows * hidden, 2, storage.compute)
     x, bias = (rows, hidden), (hidden // D8.order,)
-    yield Operator("GELU", "standard", steps, functional.gelu, (x,))
-    yield Operator("GELU", "octic", steps, octic_gelu, (x, bias))
-    yield Operator("GELU", "copy", steps, torch.clone, (x,))
-    yield Operator("GELU gradient", "octic", steps.times(1, 1.5), octic_gelu, (x, bias), by=(0,))
+    yield Operator("GELU", "standard", (steps,), functional.gelu, (x,))
+    yield Operator("GELU", "octic", (steps,), octic_gelu, (x, bias))
+    yield Operator("GELU", "copy", (steps,), torch.clone, (x,))
+    yield Operator("GELU gradient", "octic", (steps.times(1, 1.5),), octic_gelu, (x, bias), by=(0,))
 
 
 def _norms(batch: int, shape: Shape, storage: Storage) -> Iterator[Operator]:
@@ -120,11 +121,11 @@ def _norms(batch: int, shape: Shape, storage: Storage) -> Iterator[Operator]:
     alone = work.elementwise(rows * width, 2, storage.compute)
     fused = work.residual_norm(rows, width, storage)
     vectors = (gains, m, m, gains)
-    yield Operator("norm", "standard", alone, standard, (x, (width,), (width,)))
-    yield Operator("norm", "octic", alone, norm, (x,), vectors[:2])
-    yield Operator("norm gradient", "octic", alone.times(1, 1.5), norm, (x,), vectors[:2], by=(0, 1, 2))
-    yield Operator("residual + norm", "octic", fused, residual, (x, x), vectors)
-    gradient = fused.times(1, 1.5)
+    yield Operator("norm", "standard", (alone,), standard, (x, (width,), (width,)))
+    yield Operator("norm", "octic", (alone,), norm, (x,), vectors[:2])
+    yield Operator("norm gradient", "octic", (alone.times(1, 1.5),), norm, (x,), vectors[:2], by=(0, 1, 2))
+    yield Operator("residual + norm", "octic", (fused,), residual, (x, x), vectors)
+    gradient = (fused.times(1, 1.5),)
     yield Operator(
         "residual + norm gradient", "octic", gradient, residual, (x, x), vectors, by=tuple(range(6))
     )
@@ -143,6 +144,15 @@ def _attention(batch: int, shape: Shape, storage: Storage) -> Iterator[Operator]
         return octic_attention(qkv, heads, layout, bias)
 
     steps, bias = work.attention(batch, tokens, width, storage), (layout.copies,)
-    yield Operator("attention", "standard", steps, standard, (qkv,))
-    yield Operator("attention", "octic", steps, octic, (qkv, bias))
-    yield Operator("attention gradient", "octic", steps.times(2.5, 2), octic, (qkv, bias), by=(0,))
+    yield Operator("attention", "standard", (steps,), standard, (qkv,))
+    yield Operator("attention", "octic", (steps,), octic, (qkv, bias))
+    yield Operator("attention gradient", "octic", (steps.times(2.5, 2),), octic, (qkv, bias), by=(0,))
+
+    def with_qkv(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor) -> Tensor:
+        if takes_self_attention(x, heads, D8):
+            return octic_self_attention(x, weight_1, weight_2, bias, heads)
+        return octic(octic_linear(x, weight_1, weight_2), bias)
+
+    m, both = width // 8, (work.linear(batch * tokens, width, 3 * width, storage, D8), steps)
+    shapes = ((batch, tokens, width), (4, 3 * m, m), (1, 6 * m, 2 * m), (3 * m,))
+    yield Operator("qkv + attention", "octic", both, with_qkv, shapes)

@@ -86,7 +86,7 @@ def _times(
         return tried
 
     cases = [
-        layer_case(str(tile), partial(build, tile), [operator.work], settings, ceilings) for tile in tiles
+        layer_case(str(tile), partial(build, tile), operator.steps, settings, ceilings) for tile in tiles
     ]
     outcomes = measure(cases, settings, kernel)
     return {tile: outcome.ms for tile in tiles if isinstance(outcome := outcomes[str(tile)], Timing)}

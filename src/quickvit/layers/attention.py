@@ -8,6 +8,7 @@ from quickvit.group import D8, DihedralGroup
 from quickvit.layers.dropout import OcticDropout
 from quickvit.layers.linear import OcticLinear
 from quickvit.ops import octic_attention
+from quickvit.ops.attention import octic_self_attention, takes_self_attention
 from quickvit.ops.packing import Shapes
 
 
@@ -50,6 +51,9 @@ class OcticAttention(nn.Module):
         return self.proj.deferred(self._heads(x, shapes))
 
     def _heads(self, x: Tensor, shapes: Shapes | None) -> Tensor:
-        qkv, bias = self.qkv.deferred(x)
         dropout = self.attn_drop if self.training else 0.0
+        if not dropout and takes_self_attention(x, self.num_heads, self.qkv.out_layout.group):
+            weights = self.qkv.weight_1, self.qkv.weight_2, self.qkv.bias
+            return octic_self_attention(x, *weights, self.num_heads, shapes=shapes)
+        qkv, bias = self.qkv.deferred(x)
         return octic_attention(qkv, self.num_heads, self.qkv.out_layout, bias, shapes=shapes, dropout=dropout)

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from quickvit.group import D8, Layout
-from quickvit.ops.backend import fused, needs_grad
-from quickvit.ops.operator import fused_operator, kernels, open_operator
+from quickvit.group import D8, DihedralGroup, Layout
+from quickvit.ops import hopper
+from quickvit.ops.backend import autocast, fused, needs_grad
+from quickvit.ops.linear import linear, weight_grad
+from quickvit.ops.operator import closed_operator, fused_operator, kernels, open_operator
 from quickvit.ops.packing import Shapes, attend, pack, unpack
+
+SELF_ATTENTION_ENTRIES = 2**23
 
 
 def octic_attention(
@@ -49,6 +53,32 @@ def octic_attention(
     features = _split_heads(qkv, bias, heads, numbers, lengths)
     batches = zip(features[::3], features[1::3], features[2::3], strict=True)
     return _merge_heads([attend(q, k, v, dropout=dropout) for q, k, v in batches])
+
+
+def takes_self_attention(x: Tensor, heads: int, group: DihedralGroup) -> bool:
+    """Whether `octic_self_attention` is there for x: where a kernel writes q, k, v the way attention reads best.
+
+    That is for heads of 64. With few features Python would need longer to launch it than the GPU gains.
+    """
+    channels = x.shape[-1]
+    large = x.numel() >= SELF_ATTENTION_ENTRIES and channels == 64 * heads
+    return large and fused(x, group) and hopper.takes(x, 3 * channels)
+
+
+def octic_self_attention(
+    x: Tensor,
+    weight_1: Tensor,
+    weight_2: Tensor,
+    bias: Tensor | None,
+    heads: int,
+    *,
+    shapes: Shapes | None = None,
+) -> Tensor:
+    """`octic_attention` of W x with a bias, [B, N, C] → [B, N, C]; see `octic_linear`."""
+    x, weight_1, weight_2 = autocast(x, weight_1, weight_2)
+    numbers, lengths = ([*sizes] for sizes in zip(*(shapes or (x.shape[:2],)), strict=True))
+    out: Tensor = _self_attention(x.flatten(0, -2), weight_1, weight_2, bias, heads, numbers, lengths)[0]
+    return out.unflatten(0, x.shape[:-1])
 
 
 def definition(
@@ -224,6 +254,78 @@ def _backward(ctx, grad, _):
 _attention.register_autograd(_backward, setup_context=_setup)
 
 
+# ---------------------------------------------------------------------- with the linear map
+
+
+@closed_operator("octic_self_attention")
+def _self_attention(
+    x: Tensor,
+    weight_1: Tensor,
+    weight_2: Tensor,
+    bias: Tensor | None,
+    heads: int,
+    numbers: list[int],
+    lengths: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and for the gradients q, k and v in runs and the log-sum-exp of the scores."""
+    from quickvit.ops.triton.attention import attention_forward
+
+    piece = x.shape[1] // (D8.order * heads)
+    qkv = hopper.kernels().linear_heads(x, weight_1, weight_2, bias, piece)
+    out, lse = attention_forward(qkv, None, heads, _shapes(numbers, lengths), runs=True)
+    return out, qkv, lse
+
+
+@_self_attention.register_fake
+def _(x, weight_1, weight_2, bias, heads, numbers, lengths):
+    tokens, channels = x.shape
+    lse = x.new_empty(tokens * heads, dtype=torch.float32)
+    return x.new_empty(tokens, channels), x.new_empty(tokens, 3 * channels), lse
+
+
+@closed_operator("octic_self_attention_qkv_grad")
+def _qkv_grad(
+    grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int, numbers: list[int], lengths: list[int]
+) -> Tensor:
+    """The gradient of q, k and v, packed."""
+    from quickvit.ops.triton.attention import attention_backward
+
+    shapes = _shapes(numbers, lengths)
+    return attention_backward(grad.contiguous(), qkv, None, out, lse, heads, shapes, runs=True)
+
+
+@_qkv_grad.register_fake
+def _(grad, qkv, out, lse, heads, numbers, lengths):
+    return torch.empty_like(qkv)
+
+
+def _self_setup(ctx, inputs, output):
+    x, weight_1, weight_2, bias, *ctx.sizes = inputs
+    out, qkv, lse = output
+    ctx.save_for_backward(x, weight_1, weight_2, out, qkv, lse)
+    ctx.mark_non_differentiable(qkv, lse)
+    ctx.set_materialize_grads(False)
+    ctx.bias = None if bias is None else (bias.shape[0], bias.dtype)
+
+
+def _self_backward(ctx, grad, *_):
+    x, weight_1, weight_2, out, qkv, lse = ctx.saved_tensors
+    grad_qkv = _qkv_grad(grad, qkv, out, lse, *ctx.sizes)
+    grad_x = grad_bias = None
+    grad_weights = (None, None)
+    if ctx.needs_input_grad[0]:
+        grad_x = linear(grad_qkv, weight_1.mT, weight_2.mT, None)
+    if any(ctx.needs_input_grad[1:3]):
+        grad_weights = weight_grad(grad_qkv, x, len(weight_1), len(weight_2))
+    if ctx.needs_input_grad[3]:
+        width, dtype = ctx.bias
+        grad_bias = grad_qkv[:, :width].sum(0).to(dtype)
+    return grad_x, *grad_weights, grad_bias, None, None, None
+
+
+_self_attention.register_autograd(_self_backward, setup_context=_self_setup)
+
+
 def _shapes(numbers: list[int], lengths: list[int]) -> Shapes:
     return tuple(zip(numbers, lengths, strict=True))
 
@@ -245,6 +347,17 @@ _ops = torch.ops.quickvit
 @register_flop_formula([_ops.octic_attention, _ops.octic_attention_cpu, _ops.octic_whole_heads])
 def _attention_flops(qkv, bias, heads, numbers, lengths, **__):
     return 4 * _pairs(numbers, lengths) * (qkv[1] // 3)
+
+
+@register_flop_formula(_ops.octic_self_attention)
+def _self_attention_flops(x, weight_1, weight_2, bias, heads, numbers, lengths, **__):
+    _, rows, columns = weight_1
+    return 2 * x[0] * 12 * rows * columns + 4 * _pairs(numbers, lengths) * x[1]
+
+
+@register_flop_formula(_ops.octic_self_attention_qkv_grad)
+def _qkv_grad_flops(grad, qkv, out, lse, heads, numbers, lengths, **__):
+    return 10 * _pairs(numbers, lengths) * grad[1]
 
 
 @register_flop_formula([_ops.octic_attention_grad, _ops.octic_attention_grad_cpu])

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from quickvit.group import DihedralGroup
+from quickvit.ops import hopper
 from quickvit.ops.backend import autocast, fused, is_plain
 from quickvit.ops.cpu.linear import linear_forward
 from quickvit.ops.operator import closed_operator
@@ -25,7 +26,7 @@ def octic_linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | N
     if is_plain():
         return definition(x, weight_1, weight_2, bias)
     x, weight_1, weight_2 = autocast(x, weight_1, weight_2)
-    y = _linear(x.flatten(0, -2), weight_1, weight_2, None if bias is None else bias.to(x.dtype))
+    y = linear(x.flatten(0, -2), weight_1, weight_2, None if bias is None else bias.to(x.dtype))
     return y.unflatten(0, x.shape[:-1])
 
 
@@ -55,7 +56,8 @@ def _views(x: Tensor, n1: int, n2: int) -> tuple[Tensor, list[Tensor]]:
 
 
 @closed_operator("octic_linear")
-def _linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> Tensor:
+    """The map of x [T, C]."""
     if x.stride(1) != 1:
         x = x.contiguous()
     n1, n2 = len(weight_1), len(weight_2)
@@ -76,26 +78,29 @@ def products(x: Tensor, weight_1: Tensor, weight_2: Tensor, out: Tensor) -> None
     x_one, x_two = _views(x, n1, n2)
     y_one, y_two = _views(out, n1, n2)
     # A CPU takes them one by one: its batched product would copy strided operands. A GPU takes each family of equal
-    # blocks in one launch.
+    # blocks in one launch, or all of them.
     if x.device.type == "cpu":
         for i, w in enumerate(weight_1):
             torch.mm(x_one[i], w.T, out=y_one[i])
         for xs, ys, w in zip(x_two, y_two, weight_2, strict=True):
             for component in range(2):
                 torch.mm(xs[component], w.T, out=ys[component])
+    elif (n1, n2) == (4, 1) and hopper.launches(x, weight_1, out):
+        hopper.kernels().linear(x, weight_1, weight_2, out)
     else:
         torch.bmm(x_one, weight_1.mT, out=y_one)
         for xs, ys, w in zip(x_two, y_two, weight_2, strict=True):
             torch.bmm(xs, w.T.expand(2, -1, -1), out=ys)
 
 
-@_linear.register_fake
+@linear.register_fake
 def _(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight_1.shape[1] * (len(weight_1) + 4 * len(weight_2)))
 
 
 @closed_operator("octic_linear_weight_grad")
-def _weight_grad(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Tensor]:
+def weight_grad(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Tensor]:
+    """The gradients of both weights, from those of the result, [T, F], and x [T, C]."""
     if x.stride(1) != 1:
         x = x.contiguous()
     if grad.is_cuda and fused(grad, _group(n1 + 4 * n2)):
@@ -120,7 +125,7 @@ def _weight_grad(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Ten
     return weight_1, weight_2
 
 
-@_weight_grad.register_fake
+@weight_grad.register_fake
 def _(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Tensor]:
     order = n1 + 4 * n2
     rows, columns = grad.shape[1] // order, x.shape[1] // order
@@ -138,15 +143,15 @@ def _backward(ctx, grad: Tensor):
     grad = grad.contiguous()
     grad_x = grad_1 = grad_2 = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_x = _linear(grad, weight_1.mT, weight_2.mT, None)
+        grad_x = linear(grad, weight_1.mT, weight_2.mT, None)
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-        grad_1, grad_2 = _weight_grad(grad, x, len(weight_1), len(weight_2))
+        grad_1, grad_2 = weight_grad(grad, x, len(weight_1), len(weight_2))
     if ctx.needs_input_grad[3]:
         grad_bias = grad[:, : ctx.bias_width].sum(0)
     return grad_x, grad_1, grad_2, grad_bias
 
 
-_linear.register_autograd(_backward, setup_context=_setup)
+linear.register_autograd(_backward, setup_context=_setup)
 
 
 @register_flop_formula(torch.ops.quickvit.octic_linear)

@@ -11,6 +11,9 @@ The tokens are those of batches of B sequences of N tokens, one after the other.
 own, which begins at token `origin` of the tensors that all share; what is one number per query and head, [B, H, N]
 for a batch, begins at `origin · H` there.
 
+qkv may also be RUNS, [T, 2, 3, H, 4c]: of each head the pieces of A1 A2 B1 B2 side by side, then of each those of E,
+which are read faster. Gradients are packed all the same.
+
 The A1 bias of the linear map is added here. That of q is added to q; that of k shifts the scores of a query
 all alike, so softmax does not see it; that of v is added to the output, since the weights sum to one.
 
@@ -33,6 +36,7 @@ from quickvit.ops.triton.launch import traced
 # for the gradients of k and v they are keys; the tile that pads them least is taken, the first of equals.
 Tiles = dict[int, tuple[tuple[int, int, int, int], ...]]
 FORWARD_TILES: Tiles = {64: ((128, 16, 4, 3), (64, 16, 4, 3)), 128: ((64, 16, 4, 3),)}
+FORWARD_TILES_OF_RUNS: Tiles = FORWARD_TILES | {64: ((128, 32, 4, 3), (64, 32, 4, 3))}
 QUERY_TILES: Tiles = {64: ((128, 64, 8, 1), (64, 32, 4, 2)), 128: ((128, 64, 8, 2), (64, 64, 8, 2))}
 KEY_TILES: Tiles = {64: ((64, 16, 4, 3),), 128: ((128, 32, 8, 2), (64, 64, 8, 2))}
 
@@ -54,6 +58,18 @@ def _own_rows(origin, N, HEADS: tl.constexpr, BLOCK: tl.constexpr):
 def _columns(head, PART: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, c: tl.constexpr):
     """Columns [1, D] of a head in one of the PARTS features that a token holds."""
     return head_columns(head, PART, PARTS, HEADS, c, 0, 8 * c, 8)
+
+
+@triton.jit
+def _source(head, PART: tl.constexpr, HEADS: tl.constexpr, c: tl.constexpr, RUNS: tl.constexpr):
+    """Columns [1, D] of a head in q, k or v: of packed channels, or of RUNS."""
+    if RUNS:
+        d = tl.arange(0, 8 * c)
+        column = d // (4 * c) * (12 * HEADS * c) + (PART * HEADS + head) * 4 * c + d % (4 * c)
+        column = tl.max_contiguous(tl.multiple_of(column, 4 * c), 4 * c)[None, :]
+    else:
+        column = _columns(head, PART, 3, HEADS, c)
+    return column
 
 
 @triton.jit
@@ -112,6 +128,7 @@ def _attention_forward(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     TAIL: tl.constexpr,
+    RUNS: tl.constexpr,
 ):
     """BLOCK queries of one head against all keys."""
     C: tl.constexpr = 8 * c * HEADS
@@ -120,8 +137,9 @@ def _attention_forward(
     row, step = tl.arange(0, BLOCK), tl.arange(0, STEP)
     inside = first + row < N
     tokens = qkv + sequence * (3 * C)
-    k_column, v_column = _columns(head, 1, 3, HEADS, c), _columns(head, 2, 3, HEADS, c)
-    q = _load(tokens + first.to(tl.int64) * (3 * C), row, inside, _columns(head, 0, 3, HEADS, c), 3 * C)
+    k_column, v_column = _source(head, 1, HEADS, c, RUNS), _source(head, 2, HEADS, c, RUNS)
+    q_column = _source(head, 0, HEADS, c, RUNS)
+    q = _load(tokens + first.to(tl.int64) * (3 * C), row, inside, q_column, 3 * C)
     if bias is not None:
         q = (q.to(tl.float32) + head_bias(bias, head, 0, HEADS, c, 8 * c)).to(q.dtype)
 
@@ -193,6 +211,7 @@ def _attention_backward_query(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     TAIL: tl.constexpr,
+    RUNS: tl.constexpr,
 ):
     """Gradient of BLOCK queries of one head, dq = Σ_j dS_j k_j / √D.
 
@@ -205,8 +224,8 @@ def _attention_backward_query(
     inside = first + row < N
     tokens = qkv + sequence * (3 * C)
     own = sequence + first
-    q_column, o_column = _columns(head, 0, 3, HEADS, c), _columns(head, 0, 1, HEADS, c)
-    k_column, v_column = _columns(head, 1, 3, HEADS, c), _columns(head, 2, 3, HEADS, c)
+    q_column, o_column = _source(head, 0, HEADS, c, RUNS), _columns(head, 0, 1, HEADS, c)
+    k_column, v_column = _source(head, 1, HEADS, c, RUNS), _source(head, 2, HEADS, c, RUNS)
     q = _load(qkv + own * (3 * C), row, inside, q_column, 3 * C)
     do = _load(dout + own * C, row, inside, o_column, C)
     o = _load(out + own * C, row, inside, o_column, C).to(tl.float32)
@@ -232,7 +251,8 @@ def _attention_backward_query(
         others = tokens + tl.cast(start, tl.int64) * (3 * C)
         dq = _query_step(q, do, log_total, delta, others, step, None, k_column, v_column, dq, 3 * C, SCALE)
 
-    _store(dqkv + own * (3 * C), dq * (SCALE * _LN2), row, inside, q_column, 3 * C)
+    dq_column = _columns(head, 0, 3, HEADS, c)
+    _store(dqkv + own * (3 * C), dq * (SCALE * _LN2), row, inside, dq_column, 3 * C)
 
 
 @triton.jit
@@ -294,6 +314,7 @@ def _attention_backward_key(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     TAIL: tl.constexpr,
+    RUNS: tl.constexpr,
 ):
     """Gradients of BLOCK keys and values of one head: dv = Σ_i P_i do_i, dk = Σ_i dS_i (q_i + b_q) / √D.
 
@@ -306,8 +327,8 @@ def _attention_backward_key(
     row, step = tl.arange(0, BLOCK), tl.arange(0, STEP)
     inside = first + row < N
     own = (sequence + first) * (3 * C)
-    q_column, o_column = _columns(head, 0, 3, HEADS, c), _columns(head, 0, 1, HEADS, c)
-    k_column, v_column = _columns(head, 1, 3, HEADS, c), _columns(head, 2, 3, HEADS, c)
+    q_column, o_column = _source(head, 0, HEADS, c, RUNS), _columns(head, 0, 1, HEADS, c)
+    k_column, v_column = _source(head, 1, HEADS, c, RUNS), _source(head, 2, HEADS, c, RUNS)
     k = _load(qkv + own, row, inside, k_column, 3 * C)
     v = _load(qkv + own, row, inside, v_column, 3 * C)
     lift = None
@@ -360,8 +381,8 @@ def _attention_backward_key(
 
     if bias is not None:
         dk += dlift[:, None] * head_bias(bias, head, 0, HEADS, c, 8 * c)
-    _store(dqkv + own, dk * (SCALE * _LN2), row, inside, k_column, 3 * C)
-    _store(dqkv + own, dv, row, inside, v_column, 3 * C)
+    _store(dqkv + own, dk * (SCALE * _LN2), row, inside, _columns(head, 1, 3, HEADS, c), 3 * C)
+    _store(dqkv + own, dv, row, inside, _columns(head, 2, 3, HEADS, c), 3 * C)
 
 
 def _tile(kernel: str, tiles: Tiles, dim: int, rows: int, device: torch.device) -> tuple[int, dict[str, int]]:
@@ -377,9 +398,9 @@ def _tile(kernel: str, tiles: Tiles, dim: int, rows: int, device: torch.device) 
 
 
 def attention_forward(
-    qkv: torch.Tensor, bias: torch.Tensor | None, heads: int, shapes: Shapes
+    qkv: torch.Tensor, bias: torch.Tensor | None, heads: int, shapes: Shapes, runs: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over packed qkv[T, 3C] with the A1 bias[3C/8] of q, k, v, in sequences of these shapes.
+    """Attention over qkv[T, 3C], packed or `runs`, with the A1 bias[3C/8] of q, k, v, in sequences of these shapes.
 
     Returns o[T, C], packed, and the log-sum-exp of the scaled scores in float32, lse[T H], of each batch [B, H, N],
     without the constant that k's bias adds to it.
@@ -388,11 +409,13 @@ def attention_forward(
     dim = width // (3 * heads)
     out = torch.empty((tokens, width // 3), dtype=qkv.dtype, device=qkv.device)
     lse = torch.empty(tokens * heads, dtype=torch.float32, device=qkv.device)
+    kernel = "attention forward of runs" if runs else "attention forward"
+    tiles = FORWARD_TILES_OF_RUNS if runs else FORWARD_TILES
     with torch.cuda.device_of(qkv):
         for origin, number, length in places(shapes):
-            programs, meta = _tile("attention forward", FORWARD_TILES, dim, length, qkv.device)
+            programs, meta = _tile(kernel, tiles, dim, length, qkv.device)
             traced(_attention_forward)[(number * heads * programs,)](
-                qkv, bias, out, lse, origin, length, HEADS=heads, c=dim // 8, **meta
+                qkv, bias, out, lse, origin, length, HEADS=heads, c=dim // 8, RUNS=runs, **meta
             )
     return out, lse
 
@@ -405,6 +428,7 @@ def attention_backward(
     lse: torch.Tensor,
     heads: int,
     shapes: Shapes,
+    runs: bool = False,
 ) -> torch.Tensor:
     """Gradient dqkv[T, 3C] of `attention_forward`, packed; the bias's is the sum of its A1 columns."""
     dim = qkv.shape[1] // (3 * heads)
@@ -414,10 +438,22 @@ def attention_backward(
         for origin, number, length in places(shapes):
             programs, meta = _tile("attention query gradient", QUERY_TILES, dim, length, qkv.device)
             traced(_attention_backward_query)[(number * heads * programs,)](
-                dout, qkv, bias, out, lse, deltas, dqkv, origin, length, HEADS=heads, c=dim // 8, **meta
+                dout,
+                qkv,
+                bias,
+                out,
+                lse,
+                deltas,
+                dqkv,
+                origin,
+                length,
+                HEADS=heads,
+                c=dim // 8,
+                RUNS=runs,
+                **meta,
             )
             programs, meta = _tile("attention key gradient", KEY_TILES, dim, length, qkv.device)
             traced(_attention_backward_key)[(number * heads * programs,)](
-                dout, qkv, bias, lse, deltas, dqkv, origin, length, HEADS=heads, c=dim // 8, **meta
+                dout, qkv, bias, lse, deltas, dqkv, origin, length, HEADS=heads, c=dim // 8, RUNS=runs, **meta
             )
     return dqkv

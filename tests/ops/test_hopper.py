@@ -1,0 +1,166 @@
+"""The linear map by the kernel for Hopper, run on a CPU; on a GPU see test_ops_gpu."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Gluon")
+
+from gluon_on_cpu import OnCpu
+
+from quickvit.group import Layout
+from quickvit.ops import attention, plain
+from quickvit.ops import hopper as switch
+from quickvit.ops.linear import definition as linear
+from quickvit.ops.triton import hopper
+
+HOPPER = 227 * 1024
+# Of lanes past the end, whose results nobody uses.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(hopper, "_octic_linear", OnCpu(hopper._octic_linear))
+    monkeypatch.setattr(hopper, "shared_memory", lambda device: HOPPER)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 3)
+
+
+def problem(tokens, channels, hidden):
+    generator = torch.Generator().manual_seed(tokens + channels)
+
+    def noise(*shape, scale=1.0):
+        return (torch.randn(shape, generator=generator) * scale).bfloat16()
+
+    m, f = channels // 8, hidden // 8
+    weights = noise(4, f, m, scale=m**-0.5), noise(1, 2 * f, 2 * m, scale=(2 * m) ** -0.5)
+    return noise(tokens, channels), weights, torch.randn(f, generator=generator)
+
+
+def of_the_definition(x, weights, bias=None):
+    return linear(x.float(), *(w.float() for w in weights), bias)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "channels", "width"), [(1, 256, 1024), (450, 256, 2048), (200, 768, 1024), (130, 1280, 1024)]
+)
+def test_a_linear_map(monkeypatch, tokens, channels, width, transposed, slots):
+    sizes = *hopper._sizes(channels // 8, HOPPER)[:3], slots
+    monkeypatch.setattr(hopper, "_sizes", lambda *_: sizes)
+    x, weights, _ = problem(tokens, channels, width)
+    expected = of_the_definition(x, weights)
+    if transposed:
+        weights = [w.mT.contiguous().mT for w in weights]
+    y = torch.full((tokens, width), float("nan"), dtype=x.dtype)
+    hopper.linear(x, *weights, y)
+    torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+def in_heads(x, piece):
+    """A packed feature [T, C] with its channels in heads: pieces of A1 A2 B1 B2 of each, then pieces of E of each."""
+    one, two = x.unflatten(1, (8, -1)).split(4, dim=1)
+    one = one.unflatten(2, (-1, piece)).transpose(1, 2)
+    two = two.reshape(len(x), 2, -1, 2 * piece).transpose(1, 2)
+    return torch.cat([one.flatten(1), two.flatten(1)], dim=1)
+
+
+@pytest.mark.parametrize("piece", [8, 16])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_linear_map_to_heads(piece, biased):
+    x, weights, bias = problem(200, 256, 3072)
+    bias = bias if biased else None
+    y = hopper.linear_heads(x, *weights, bias, piece)
+    expected = in_heads(of_the_definition(x, weights, bias), piece)
+    torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_buffers_of_any_number_and_size_will_do(monkeypatch, stages, size):
+    monkeypatch.setattr(hopper, "_sizes", lambda *_: (32, size, stages, 2))
+    x, weights, _ = problem(600, 1024, 1024)
+    y = torch.empty(600, 1024, dtype=x.dtype)
+    hopper.linear(x, *weights, y)
+    torch.testing.assert_close(y.float(), of_the_definition(x, weights), rtol=1e-2, atol=1e-2)
+
+
+def test_buffers_fit_into_shared_memory():
+    assert hopper._sizes(128, HOPPER) == (64, 2, 4, 2)
+    assert hopper._sizes(160, HOPPER) == (32, 3, 4, 1)
+    assert hopper._sizes(208, HOPPER)[2] < 1
+
+
+def test_programs_end_at_about_the_same_time():
+    # Of 33 programs for each pair of panels 15 take 14 blocks of tokens each, and 18 take 11.
+    assert hopper._programs(197, 4, 132) == (15, 18)
+    # No more programs than there is work for, and each panel has one.
+    assert hopper._programs(1, 4, 132) == (1, 1)
+    assert hopper._programs(197, 200, 132) == (1, 1)
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("shapes", [None, ((2, 19), (3, 7))])
+def test_self_attention_and_its_gradients(heads, shapes):
+    x, weights, bias = problem(59, 1024, 3072)
+    if shapes is None:
+        x = x[:57].unflatten(0, (3, 19))
+    # Triton's interpreter cannot multiply in bfloat16.
+    inputs = [t.detach().half().requires_grad_() for t in (x, *weights, bias)]
+    y = attention.octic_self_attention(*inputs, heads, shapes=shapes)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    with plain():
+        qkv = linear(*exact)
+        expected = attention.octic_attention(qkv, heads, Layout(3072), shapes=shapes)
+    torch.testing.assert_close(y.double(), expected, rtol=5e-3, atol=5e-3)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).half()
+    found = torch.autograd.grad(y, inputs, grad)
+    for one, two in zip(found, torch.autograd.grad(expected, exact, grad.double()), strict=True):
+        torch.testing.assert_close(one.double(), two, rtol=5e-3, atol=5e-3 * two.abs().max().item())
+
+
+def test_what_the_hardware_cannot_copy_is_copied_first():
+    x, weights, _ = problem(70, 256, 1024)
+    expected, found = (torch.empty(70, 1024, dtype=x.dtype) for _ in range(2))
+    hopper.linear(x, *weights, expected)
+    shifted = torch.empty(70 * 256 + 1, dtype=x.dtype)[1:].view(70, 256).copy_(x)
+    hopper.linear(shifted, *weights, found)
+    assert torch.equal(found, expected)
+
+
+def test_few_tokens_have_it_in_graphs_only(monkeypatch):
+    capturing = False
+    monkeypatch.setattr(switch, "_launched", set())
+    monkeypatch.setattr(switch, "_takes", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+
+    def launches(tokens, transposed=False):
+        x, out = (torch.empty(tokens, width, dtype=torch.bfloat16, device="meta") for width in (1024, 4096))
+        x = SimpleNamespace(is_cuda=True, device="cuda", dtype=x.dtype, shape=x.shape, nbytes=x.nbytes)
+        out = SimpleNamespace(shape=out.shape, nbytes=out.nbytes, data_ptr=lambda: 0, stride=out.stride)
+        weight = torch.empty(4, 512, 128)
+        return switch.launches(x, weight.mT if transposed else weight, out)
+
+    # The first call compiles it.
+    assert [launches(197), launches(197), launches(64 * 197), launches(512 * 197)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert [launches(197, transposed=True), launches(197, transposed=True)] == [True, False]
+    capturing = True
+    assert launches(197)
+
+
+def test_the_choice_is_known_to_the_compiler(monkeypatch):
+    def choose(x):
+        return x + 1 if switch._takes(x.device, x.dtype, x.shape[-1], 512) else x
+
+    compiled = torch.compile(choose, fullgraph=True, backend="eager", dynamic=False)
+    for answer in (True, False):
+        torch.compiler.reset()
+        monkeypatch.setattr(switch, "kernels", lambda answer=answer: SimpleNamespace(takes=lambda *_: answer))
+        assert compiled(torch.zeros(3, 128))[0, 0] == answer
