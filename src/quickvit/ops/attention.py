@@ -61,8 +61,10 @@ def takes_self_attention(x: Tensor, heads: int, group: DihedralGroup) -> bool:
     That is for heads of 64. With few features Python would need longer to launch it than the GPU gains.
     """
     channels = x.shape[-1]
-    large = x.numel() >= SELF_ATTENTION_ENTRIES and channels == 64 * heads
-    return large and fused(x, group) and hopper.takes(x, 3 * channels)
+    if not fused(x, group) or channels != 64 * heads or not hopper.takes(x, 3 * channels):
+        return False
+    # Which is not asked of an exported model: it would be for as many images as its example.
+    return not torch.compiler.is_exporting() and x.numel() >= SELF_ATTENTION_ENTRIES
 
 
 def octic_self_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -15,7 +16,7 @@ LAUNCHED_BYTES = 2**29
 
 def takes(x: Tensor, width: int) -> bool:
     """Whether it takes a linear map of x to this width."""
-    if not x.is_cuda or not _fits():
+    if not x.is_cuda:
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     return _takes(x.device, dtype, x.shape[-1], width)
@@ -26,9 +27,11 @@ def launches(x: Tensor, weight: Tensor, out: Tensor) -> bool:
 
     Python takes longer to launch it than two products. That does not matter in a CUDA graph, nor with many tokens.
     """
-    if not x.is_cuda or not _fits() or not _takes(x.device, x.dtype, x.shape[1], out.shape[1]):
-        return False
-    if not kernels().reachable(out):
+    if (
+        not x.is_cuda
+        or not _takes(x.device, x.dtype, x.shape[1], out.shape[1])
+        or not kernels().reachable(out)
+    ):
         return False
     # The first call compiles it: later, a graph that is being captured would be in the way.
     kind = x.device, x.dtype, x.shape[1], out.shape[1], weight.stride(-1) == 1
@@ -46,15 +49,16 @@ def kernels() -> ModuleType:
 
 
 @torch.compiler.assume_constant_result
+def _takes(device: torch.device, dtype: torch.dtype, channels: int, width: int) -> bool:
+    taken: bool = _is_known() and kernels().takes(device, dtype, channels, width)
+    return taken
+
+
 @cache
-def _fits() -> bool:
-    """Whether their language is that of the Triton at hand: it changes with the releases, these are known."""
+def _is_known() -> bool:
+    """Whether the kernel's language is that of the Triton at hand: it changes with the releases. AMD has none."""
+    if torch.version.hip is not None or find_spec("triton") is None:
+        return False
     import triton
 
     return (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
-
-
-@torch.compiler.assume_constant_result
-def _takes(device: torch.device, dtype: torch.dtype, channels: int, width: int) -> bool:
-    taken: bool = kernels().takes(device, dtype, channels, width)
-    return taken

@@ -83,7 +83,6 @@ def _load_everything(
     M: gl.constexpr,
     F: gl.constexpr,
     STEP: gl.constexpr,
-    SLICE: gl.constexpr,
     STAGES: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
@@ -113,18 +112,17 @@ def _load_everything(
                 else:
                     _load(two, [column, inner], ready, buffer)
     ring, full, empty = tokens
-    turn = -1
+    turn = 0
     for block in range(begin, blocks, step):
         for part in gl.static_range(4):
+            stage = turn % STAGES
+            ready = full.index(stage)
+            mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
+            mbarrier.expect(ready, SIDE * M * 2)
             for piece in gl.static_range(PIECES):
-                if piece % SLICE == 0:
-                    turn += 1
-                    stage = turn % STAGES
-                    ready = full.index(stage)
-                    mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
-                    mbarrier.expect(ready, SIDE * STEP * min(SLICE, PIECES - piece) * 2)
                 corner = [block * SIDE, (first + part) * M + piece * STEP]
-                _load(x, corner, ready, ring.index(stage * SLICE + piece % SLICE))
+                _load(x, corner, ready, ring.index(stage * PIECES + piece))
+            turn += 1
 
 
 @gluon.jit
@@ -137,27 +135,24 @@ def _times(
     MORE: gl.constexpr,
     NEW: gl.constexpr,
     PIECES: gl.constexpr,
-    SLICE: gl.constexpr,
     STAGES: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
-    """A part of the tokens times weights, with MORE added to the total; it only begins.
+    """The tokens of a turn times weights, with MORE added to the total; it only begins.
 
-    The tokens come in slices, one a turn. Those of a turn are released once the next one has begun and it has ended.
+    By then the product before has ended, unless it is the first of a block, and its tokens are released.
     """
     ring, full, empty = tokens
+    mbarrier.wait(full.index(turn % STAGES), turn // STAGES & 1)
     for piece in gl.static_range(PIECES):
-        if piece % SLICE == 0:
-            now = turn + piece // SLICE
-            mbarrier.wait(full.index(now % STAGES), now // STAGES & 1)
         weight = weights.index(FIRST * PIECES + piece)
         if not TRANSPOSED:
             weight = weight.permute((1, 0))
-        token = ring.index(now % STAGES * SLICE + piece % SLICE)
+        token = ring.index(turn % STAGES * PIECES + piece)
         total = warpgroup_mma(token, weight, total, use_acc=MORE or piece > 0, is_async=True)
-        if (piece + 1 == PIECES or (piece + 1) % SLICE == 0) and (not NEW or piece >= SLICE):
-            total = warpgroup_mma_wait(piece % SLICE + 1, deps=(total,))
-            mbarrier.arrive(empty.index((now - 1) % STAGES), count=1)
+    if not NEW:
+        total = warpgroup_mma_wait(PIECES, deps=(total,))
+        mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
     return total
 
 
@@ -168,20 +163,18 @@ def _quartet(
     weights,
     GROUP: gl.constexpr,
     PIECES: gl.constexpr,
-    SLICE: gl.constexpr,
     STAGES: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
     """The products of A1 A2 B1 B2 of a block of tokens."""
-    T: gl.constexpr = (PIECES + SLICE - 1) // SLICE
     W: gl.constexpr = 4 * GROUP
     none = gl.zeros((SIDE, SIDE), gl.float32, layout=_accumulators(SIDE))
-    a1 = _times(tokens, turn, weights, W, none, False, True, PIECES, SLICE, STAGES, TRANSPOSED)
-    a2 = _times(tokens, turn + T, weights, W + 1, none, False, False, PIECES, SLICE, STAGES, TRANSPOSED)
-    b1 = _times(tokens, turn + 2 * T, weights, W + 2, none, False, False, PIECES, SLICE, STAGES, TRANSPOSED)
-    b2 = _times(tokens, turn + 3 * T, weights, W + 3, none, False, False, PIECES, SLICE, STAGES, TRANSPOSED)
+    a1 = _times(tokens, turn, weights, W, none, False, True, PIECES, STAGES, TRANSPOSED)
+    a2 = _times(tokens, turn + 1, weights, W + 1, none, False, False, PIECES, STAGES, TRANSPOSED)
+    b1 = _times(tokens, turn + 2, weights, W + 2, none, False, False, PIECES, STAGES, TRANSPOSED)
+    b2 = _times(tokens, turn + 3, weights, W + 3, none, False, False, PIECES, STAGES, TRANSPOSED)
     a1, a2, b1, b2 = warpgroup_mma_wait(0, deps=(a1, a2, b1, b2))
-    mbarrier.arrive(tokens[2].index((turn + 4 * T - 1) % STAGES), count=1)
+    mbarrier.arrive(tokens[2].index((turn + 3) % STAGES), count=1)
     return a1, a2, b1, b2
 
 
@@ -192,20 +185,18 @@ def _pair(
     weights,
     GROUP: gl.constexpr,
     PIECES: gl.constexpr,
-    SLICE: gl.constexpr,
     STAGES: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
     """The products of both components of E, of twice as many columns, and sums of two."""
-    T: gl.constexpr = (PIECES + SLICE - 1) // SLICE
     W: gl.constexpr = 2 * GROUP
     none = gl.zeros((SIDE, 2 * SIDE), gl.float32, layout=_accumulators(2 * SIDE))
-    e1 = _times(tokens, turn, weights, W, none, False, True, PIECES, SLICE, STAGES, TRANSPOSED)
-    e1 = _times(tokens, turn + T, weights, W + 1, e1, True, False, PIECES, SLICE, STAGES, TRANSPOSED)
-    e2 = _times(tokens, turn + 2 * T, weights, W, none, False, False, PIECES, SLICE, STAGES, TRANSPOSED)
-    e2 = _times(tokens, turn + 3 * T, weights, W + 1, e2, True, False, PIECES, SLICE, STAGES, TRANSPOSED)
+    e1 = _times(tokens, turn, weights, W, none, False, True, PIECES, STAGES, TRANSPOSED)
+    e1 = _times(tokens, turn + 1, weights, W + 1, e1, True, False, PIECES, STAGES, TRANSPOSED)
+    e2 = _times(tokens, turn + 2, weights, W, none, False, False, PIECES, STAGES, TRANSPOSED)
+    e2 = _times(tokens, turn + 3, weights, W + 1, e2, True, False, PIECES, STAGES, TRANSPOSED)
     e1, e2 = warpgroup_mma_wait(0, deps=(e1, e2))
-    mbarrier.arrive(tokens[2].index((turn + 4 * T - 1) % STAGES), count=1)
+    mbarrier.arrive(tokens[2].index((turn + 3) % STAGES), count=1)
     return e1, e2
 
 
@@ -233,12 +224,13 @@ def _run_of_two(e1, e2, c: gl.constexpr):
 
 
 @gluon.jit
-def _put(y, slots, NUMBER: gl.constexpr, SLOTS: gl.constexpr, row, column, value):
+def _put(y, slots, NUMBER: gl.constexpr, row, column, value):
     """A tile leaves by way of one of the slots, once what was there before has left."""
-    tma.store_wait(SLOTS - 1)
-    slots[NUMBER % SLOTS].store(value.to(y.dtype))
+    tma.store_wait(len(slots) - 1)
+    slot = slots[NUMBER % len(slots)]
+    slot.store(value.to(y.dtype))
     fence_async_shared()
-    _store(y, [row, column], slots[NUMBER % SLOTS])
+    _store(y, [row, column], slot)
 
 
 @gluon.jit
@@ -253,15 +245,12 @@ def _compute(
     M: gl.constexpr,
     F: gl.constexpr,
     STEP: gl.constexpr,
-    SLICE: gl.constexpr,
     STAGES: gl.constexpr,
-    SLOTS: gl.constexpr,
     c: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
     """A group's columns of one block of tokens after the other."""
     PIECES: gl.constexpr = M // STEP
-    TURNS: gl.constexpr = 4 * ((PIECES + SLICE - 1) // SLICE)
     buffers, ready = weights
     first, panel, begin, blocks, step = _share(work)
     mbarrier.wait(ready, 0)
@@ -270,42 +259,42 @@ def _compute(
         column = (2 * panel + GROUP) * SIDE
         for block in range(begin, blocks, step):
             row = block * SIDE
-            a1, a2, b1, b2 = _quartet(tokens, turn, buffers, GROUP, PIECES, SLICE, STAGES, TRANSPOSED)
-            turn += TURNS
+            a1, a2, b1, b2 = _quartet(tokens, turn, buffers, GROUP, PIECES, STAGES, TRANSPOSED)
+            turn += 4
             if bias is not None:
                 lane = gl.arange(0, SIDE, layout=gl.SliceLayout(0, _accumulators(SIDE)))
                 a1 += gl.load(bias + column + lane).to(gl.float32)[None, :]
             if c == 0:
-                _put(y, slots, 0, SLOTS, row, column, a1)
-                _put(y, slots, 1, SLOTS, row, column + F, a2)
-                _put(y, slots, 2, SLOTS, row, column + 2 * F, b1)
-                _put(y, slots, 3, SLOTS, row, column + 3 * F, b2)
+                _put(y, slots, 0, row, column, a1)
+                _put(y, slots, 1, row, column + F, a2)
+                _put(y, slots, 2, row, column + 2 * F, b1)
+                _put(y, slots, 3, row, column + 3 * F, b2)
             else:
                 a1, a1_right = _halves(a1)
                 a2, a2_right = _halves(a2)
                 b1, b1_right = _halves(b1)
                 b2, b2_right = _halves(b2)
-                _put(y, slots, 0, SLOTS, row, 4 * column, _run_of_four(a1, a2, b1, b2, c))
+                _put(y, slots, 0, row, 4 * column, _run_of_four(a1, a2, b1, b2, c))
                 right = _run_of_four(a1_right, a2_right, b1_right, b2_right, c)
-                _put(y, slots, 1, SLOTS, row, 4 * column + 2 * SIDE, right)
+                _put(y, slots, 1, row, 4 * column + 2 * SIDE, right)
     else:
         column = (2 * panel + GROUP) * 2 * SIDE
         wide = _view(buffers, buffers.dtype, _wide(buffers.shape, TRANSPOSED), buffers.layout)
         for block in range(begin, blocks, step):
             row = block * SIDE
-            e1, e2 = _pair(tokens, turn, wide, GROUP, PIECES, SLICE, STAGES, TRANSPOSED)
-            turn += TURNS
+            e1, e2 = _pair(tokens, turn, wide, GROUP, PIECES, STAGES, TRANSPOSED)
+            turn += 4
             e1, e1_right = _halves(e1)
             e2, e2_right = _halves(e2)
             if c == 0:
-                _put(y, slots, 0, SLOTS, row, 4 * F + column, e1)
-                _put(y, slots, 1, SLOTS, row, 4 * F + column + SIDE, e1_right)
-                _put(y, slots, 2, SLOTS, row, 6 * F + column, e2)
-                _put(y, slots, 3, SLOTS, row, 6 * F + column + SIDE, e2_right)
+                _put(y, slots, 0, row, 4 * F + column, e1)
+                _put(y, slots, 1, row, 4 * F + column + SIDE, e1_right)
+                _put(y, slots, 2, row, 6 * F + column, e2)
+                _put(y, slots, 3, row, 6 * F + column + SIDE, e2_right)
             else:
-                _put(y, slots, 0, SLOTS, row, 4 * F + 2 * column, _run_of_two(e1, e2, c))
+                _put(y, slots, 0, row, 4 * F + 2 * column, _run_of_two(e1, e2, c))
                 right = _run_of_two(e1_right, e2_right, c)
-                _put(y, slots, 1, SLOTS, row, 4 * F + 2 * (column + SIDE), right)
+                _put(y, slots, 1, row, 4 * F + 2 * (column + SIDE), right)
     tma.store_wait(0)
 
 
@@ -323,9 +312,7 @@ def _octic_linear(
     M: gl.constexpr,
     F: gl.constexpr,
     STEP: gl.constexpr,
-    SLICE: gl.constexpr,
     STAGES: gl.constexpr,
-    SLOTS: gl.constexpr,
     c: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
@@ -337,11 +324,11 @@ def _octic_linear(
     box: gl.constexpr = one.block_type.shape
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     buffers = gl.allocate_shared_memory(x.dtype, [8 * PIECES, box[0], box[1]], one.layout)
-    ring = gl.allocate_shared_memory(x.dtype, [STAGES * SLICE, SIDE, STEP], x.layout)
+    ring = gl.allocate_shared_memory(x.dtype, [STAGES * PIECES, SIDE, STEP], x.layout)
     tile: gl.constexpr = y.block_type.shape
     slots_0 = (gl.allocate_shared_memory(x.dtype, tile, y.layout),)
     slots_1 = (gl.allocate_shared_memory(x.dtype, tile, y.layout),)
-    if SLOTS == 2:
+    if c == 0:
         slots_0 = (slots_0[0], gl.allocate_shared_memory(x.dtype, tile, y.layout))
         slots_1 = (slots_1[0], gl.allocate_shared_memory(x.dtype, tile, y.layout))
     ready = gl.allocate_shared_memory(gl.int64, [1], barrier)
@@ -356,28 +343,23 @@ def _octic_linear(
         [
             (
                 _compute,
-                (y, bias, weights, tokens, slots_0, work, 0, M, F, STEP, SLICE, STAGES, SLOTS, c, TRANSPOSED),
+                (y, bias, weights, tokens, slots_0, work, 0, M, F, STEP, STAGES, c, TRANSPOSED),
             ),
             (
                 _compute,
-                (y, bias, weights, tokens, slots_1, work, 1, M, F, STEP, SLICE, STAGES, SLOTS, c, TRANSPOSED),
+                (y, bias, weights, tokens, slots_1, work, 1, M, F, STEP, STAGES, c, TRANSPOSED),
             ),
-            (_load_everything, (x, one, two, weights, tokens, work, M, F, STEP, SLICE, STAGES, TRANSPOSED)),
+            (_load_everything, (x, one, two, weights, tokens, work, M, F, STEP, STAGES, TRANSPOSED)),
         ],
         [4, 1],
         [_MANY, _FEW],
     )
 
 
-@cache
-def _sizes(m: int, limit: int) -> tuple[int, int, int, int]:
-    """STEP, SLICE, STAGES and SLOTS, as many as fit into `limit` bytes of shared memory and are of use."""
-    step = 64 if m % 64 == 0 else 32
-    barriers, panel, slot = 1024, 2 * 64 * 8 * m, 2 * 64 * 64
-    slots = 2 if limit - barriers - panel - 4 * slot >= 3 * 2 * 64 * m else 1
-    size = min(m // step, 3)
-    stages = (limit - barriers - panel - 2 * slots * slot) // (2 * 64 * step * size)
-    return step, size, min(stages, 8), slots
+def _stages(m: int, limit: int) -> int:
+    """How many parts of a block of tokens fit into `limit` bytes of shared memory, at most those of two blocks."""
+    barriers, part, tile = 1024, 2 * 64 * m, 2 * 64 * 128
+    return min((limit - barriers - 8 * part - 2 * tile) // part, 8)
 
 
 @cache
@@ -385,8 +367,8 @@ def takes(device: torch.device, dtype: torch.dtype, channels: int, width: int) -
     """Whether there is a kernel from C channels to a width: in 16 bits on Hopper, if a panel of weights fits."""
     if torch.cuda.get_device_capability(device)[0] != 9 or dtype.itemsize != 2:
         return False
-    _, _, stages, _ = _sizes(channels // 8, shared_memory(device))
-    return channels % 256 == 0 and width % 1024 == 0 and stages >= 4
+    # With fewer stages, at a width of 1280, it is slower than products of cuBLAS.
+    return channels % 256 == 0 and width % 1024 == 0 and _stages(channels // 8, shared_memory(device)) >= 4
 
 
 @lru_cache(maxsize=4096)
@@ -409,7 +391,7 @@ def _launch(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, bias, y: torc
     if not tokens:
         return
     m, f = channels // 8, y.shape[1] // 8
-    step, size, stages, slots = _sizes(m, shared_memory(x.device))
+    step = 64 if m % 64 == 0 else 32
     blocks, panels = -(-tokens // 64), f // 128
     ones, twos = _programs(blocks, panels, multiprocessors(x.device))
     transposed = one.stride(2) != 1
@@ -430,9 +412,7 @@ def _launch(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, bias, y: torc
             M=m,
             F=f,
             STEP=step,
-            SLICE=size,
-            STAGES=stages,
-            SLOTS=1 if piece else slots,
+            STAGES=_stages(m, shared_memory(x.device)),
             c=piece,
             TRANSPOSED=transposed,
             num_warps=4,
