@@ -161,7 +161,7 @@ def test_the_performance_page_says_what_was_measured():
     text = (ROOT / "docs/performance.md").read_text()
     operators = measured("h200_operators")
     assert re.sub(r" --out \S+", "", operators["command"]) in text
-    for name in ("model", "huge", "giant", "22b", "train_large", "dinov2_large"):
+    for name in ("model", "huge", "giant", "22b", "train_large", "dinov2_large", "dinov2_huge"):
         record = measured(f"h200_{name}")
         assert re.sub(r" --out \S+", "", record["command"]) in text
         for row in record["results"]:

@@ -41,7 +41,7 @@ def test_the_table_of_speed_is_what_was_measured():
 
 def test_the_speed_on_a_gpu_is_what_was_measured():
     text = README.read_text()
-    for name in ("model", "huge", "giant", "22b", "train_large", "dinov2_large"):
+    for name in ("model", "huge", "giant", "22b", "train_large", "dinov2_large", "dinov2_huge"):
         record = json.loads((README.parent / "benchmarks" / f"h200_{name}.json").read_text())
         ratios = defaultdict(dict)
         for row in record["results"]:
