@@ -9,7 +9,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Glu
 
 from gluon_on_cpu import OnCpu
 
-from quickvit.group import Layout
+from quickvit.group import D8, Layout
 from quickvit.ops import attention, plain
 from quickvit.ops import hopper as switch
 from quickvit.ops.linear import definition as linear
@@ -114,6 +114,17 @@ def test_self_attention_and_its_gradients(heads, shapes):
     found = torch.autograd.grad(y, inputs, grad)
     for one, two in zip(found, torch.autograd.grad(expected, exact, grad.double()), strict=True):
         torch.testing.assert_close(one.double(), two, rtol=5e-3, atol=5e-3 * two.abs().max().item())
+
+
+def test_self_attention_is_for_many_features_and_heads_of_64(monkeypatch):
+    monkeypatch.setattr(attention, "fused", lambda *_: True)
+    monkeypatch.setattr(switch, "takes", lambda *_: True)
+
+    def takes(images, heads):
+        x = torch.empty(images, 197, 1024, device="meta")
+        return attention.takes_self_attention(x, heads, D8)
+
+    assert [takes(64, 16), takes(64, 8), takes(8, 16)] == [True, False, False]
 
 
 def test_what_the_hardware_cannot_copy_is_copied_first():
