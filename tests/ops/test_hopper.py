@@ -162,17 +162,27 @@ def test_few_tokens_have_it_in_graphs_only(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("hip", "release", "known"), [(None, "3.6.0", True), (None, "3.10.1", False), ("6.4", "3.6.0", False)]
+    ("capability", "hip", "release", "known"),
+    [
+        (9, None, "3.6.0", True),
+        (9, None, "3.9.1", True),
+        (9, None, "3.10.1", False),
+        (8, None, "3.6.0", False),
+        (9, "6.4", "3.6.0", False),
+    ],
 )
-def test_it_is_for_known_releases_on_nvidia(monkeypatch, hip, release, known):
+def test_it_is_for_hopper_and_known_releases(monkeypatch, capability, hip, release, known):
     switch._is_known.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr("triton.__version__", release)
-    assert switch._is_known() == known
+    assert switch._is_known(torch.device("cuda")) == known
     switch._is_known.cache_clear()
 
 
 def test_the_choice_is_known_to_the_compiler(monkeypatch):
+    monkeypatch.setattr(switch, "_is_known", lambda device: True)
+
     def choose(x):
         return x + 1 if switch._takes(x.device, x.dtype, x.shape[-1], 512) else x
 

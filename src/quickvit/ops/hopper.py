@@ -50,14 +50,17 @@ def kernels() -> ModuleType:
 
 @torch.compiler.assume_constant_result
 def _takes(device: torch.device, dtype: torch.dtype, channels: int, width: int) -> bool:
-    taken: bool = _is_known() and kernels().takes(device, dtype, channels, width)
+    taken: bool = _is_known(device) and kernels().takes(device, dtype, channels, width)
     return taken
 
 
 @cache
-def _is_known() -> bool:
-    """Whether the kernel's language is that of the Triton at hand: it changes with the releases. AMD has none."""
-    if torch.version.hip is not None or find_spec("triton") is None:
+def _is_known(device: torch.device) -> bool:
+    """Whether a device is a Hopper, and the language of the kernel that of the Triton at hand: releases differ."""
+    # AMD's GPUs have such numbers, too.
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    if find_spec("triton") is None:
         return False
     import triton
 

@@ -364,11 +364,11 @@ def _stages(m: int, limit: int) -> int:
 
 @cache
 def takes(device: torch.device, dtype: torch.dtype, channels: int, width: int) -> bool:
-    """Whether there is a kernel from C channels to a width: in 16 bits on Hopper, if a panel of weights fits."""
-    if torch.cuda.get_device_capability(device)[0] != 9 or dtype.itemsize != 2:
+    """Whether there is a kernel from C channels to a width: in 16 bits, if a panel of weights fits."""
+    if dtype.itemsize != 2 or channels % 256 or width % 1024:
         return False
     # With fewer stages, at a width of 1280, it is slower than products of cuBLAS.
-    return channels % 256 == 0 and width % 1024 == 0 and _stages(channels // 8, shared_memory(device)) >= 4
+    return _stages(channels // 8, shared_memory(device)) >= 4
 
 
 @lru_cache(maxsize=4096)
