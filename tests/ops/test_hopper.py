@@ -88,6 +88,15 @@ def test_buffers_fit_into_shared_memory():
     assert hopper._stages(1664 // 8, HOPPER) < 1
 
 
+def test_it_is_for_some_widths():
+    def takes(channels, width, dtype=torch.bfloat16):
+        return hopper.takes(torch.device("cuda"), dtype, channels, width)
+
+    assert [takes(1024, 4096), takes(768, 3072), takes(1024, 1024)] == [True, True, True]
+    assert [takes(1280, 5120), takes(768, 2304), takes(512, 2048)] == [False, False, False]
+    assert not takes(1024, 4096, torch.float32)
+
+
 def test_programs_end_at_about_the_same_time():
     # Of 33 programs for each pair of panels 15 take 14 blocks of tokens each, and 18 take 11.
     assert hopper._programs(197, 4, 132) == (15, 18)
