@@ -259,14 +259,16 @@ def faster(benchmark: str, pattern: re.Pattern[str], families: tuple[str, ...]) 
     """Whether all of these were faster than timm's ViT on a GPU, by more than the spread of the samples."""
 
     def rule(results: Results) -> Finding:
-        return together(
-            holds(
-                ratio > 1 + (row.spread or 0),
-                f"{' '.join(match.groups())} {row.name} {times(ratio)} ({measurement.source.hardware})",
-            )
-            for measurement, row, match, ratio in _gpu_rows(results, benchmark, pattern)
-            if row.name in families and row.dtype in HALF
-        )
+        findings = []
+        for measurement, row, match, ratio in _gpu_rows(results, benchmark, pattern):
+            if row.name in families and row.dtype in HALF:
+                spread = row.spread or 0.0
+                larger = ratio > 1 + spread
+                words = f"{' '.join(match.groups())} {row.name} {times(ratio)}"
+                doubt = "" if larger else f", samples differ by {spread:.0%}"
+                where = f"({measurement.source.hardware}, batch {measurement.batch}{doubt})"
+                findings.append(holds(larger, f"{words} {where}"))
+        return together(findings)
 
     return rule
 
