@@ -367,8 +367,9 @@ def _stages(m: int, limit: int) -> int:
 @cache
 def takes(device: torch.device, dtype: torch.dtype, channels: int, width: int) -> bool:
     """Whether the kernel is for a map from C channels to a width: in 16 bits, where it was seen to be faster."""
-    fits = _stages(channels // 8, shared_memory(device)) >= 4
-    return fits and dtype.itemsize == 2 and channels in CHANNELS and width % 1024 == 0
+    if channels not in CHANNELS or width % 1024 or dtype.itemsize != 2:
+        return False
+    return _stages(channels // 8, shared_memory(device)) >= 4
 
 
 @lru_cache(maxsize=4096)
