@@ -119,7 +119,7 @@ def _step(shape: Shape, settings: Settings, name: str, encoder: type[CropEncoder
         if isinstance(module, CropEncoder):
             module.__class__ = encoder
         if isinstance(module, CropEncoder | DinoHead | Targets) and not isinstance(module, Remembered):
-            settings.compile_here(module)
+            settings.compiled(module)
     batch = _batch(recipe, shape, settings)
 
     def step() -> None:

@@ -20,6 +20,7 @@ from quickvit.bench.work import Ceilings, Shape
 from quickvit.data import cache, open_source
 from quickvit.group import D8, DihedralGroup
 from quickvit.provenance import surroundings
+from quickvit.train.compiling import Compile
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECIPES = ("deit3", "dinov2")
@@ -42,7 +43,7 @@ class Request:
     tokens: int | None = None
     batch: int | None = None
     dtypes: tuple[str, ...] | None = None
-    compile: str | None = None
+    compile: Compile | None = None
     recipe: str = RECIPES[0]
     drop_path: float | None = None
     drop_path_subset: bool | None = None

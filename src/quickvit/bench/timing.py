@@ -18,8 +18,9 @@ from torch import nn
 from tqdm import tqdm
 
 from quickvit.bench.work import Ceilings, Work
+from quickvit.train.compiling import Compile, compile_module
 
-COMPILE = ("none", "default", "reduce-overhead")
+COMPILE: tuple[Compile, ...] = ("none", "default", "reduce-overhead", "blocks")
 
 T = TypeVar("T")
 Job = Callable[[], object]
@@ -39,7 +40,7 @@ class Settings:
     device: torch.device
     dtype: torch.dtype
     batch: int
-    compile: str = "none"
+    compile: Compile = "none"
     repeats: int = 5
 
     def __post_init__(self) -> None:
@@ -64,19 +65,10 @@ class Settings:
         """Calls before the clock runs; on a GPU the first compiles and the second records a CUDA graph."""
         return 3 if self.cuda else 1
 
-    def compiled(self, module: nn.Module) -> Callable[..., torch.Tensor]:
-        """The module, compiled as the settings say: without breaks in the graph, for these shapes alone."""
-        return module if self.compile == "none" else torch.compile(module, **self._compile_options)
-
-    def compile_here(self, module: nn.Module) -> None:
-        """Compile a module as it is, where others call it."""
-        if self.compile != "none":
-            module.compile(**self._compile_options)
-
-    @property
-    def _compile_options(self) -> dict[str, Any]:
-        mode = None if self.compile == "default" else self.compile
-        return {"fullgraph": True, "dynamic": False, "mode": mode}
+    def compiled(self, module: nn.Module) -> nn.Module:
+        """The module, compiled where it is as the settings say: without breaks in the graph, for these shapes."""
+        compile_module(module, self.compile, fullgraph=True, dynamic=False)
+        return module
 
     def begin_step(self) -> None:
         """Allow CUDA graphs to overwrite the outputs of the step before."""

@@ -16,8 +16,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from quickvit.train.compiling import Compile, blocks_of, compile_module
+
 Parallel = Literal["ddp", "fsdp"]
-Compile = Literal["none", "default", "reduce-overhead", "max-autotune"]
 T = TypeVar("T")
 CPU = torch.device("cpu")
 
@@ -115,17 +116,16 @@ def spread(
 ) -> nn.Module:
     """A module on this rank's device, shared with the other ranks if there are any.
 
-    ddp: every rank has all weights. fsdp: every rank has a part of each (FSDP2), gathered block by block.
+    ddp: every rank has all weights. fsdp: every rank has a part of each (FSDP2), gathered block by block, and the
+    blocks are compiled one by one.
     """
-    options = {} if compile == "default" else {"mode": compile}
     if world.size > 1 and parallel == "fsdp":
-        _shard(module, world, compile, options)
+        _shard(module, world, compile)
         return module
     module.to(world.device)
     if world.size > 1 and trained(module):
         module = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    if compile != "none":
-        module.compile(**options)
+    compile_module(module, compile)
     return module
 
 
@@ -153,7 +153,7 @@ def gradients_shared(modules: Iterable[nn.Module], share: bool) -> Iterator[None
         yield
 
 
-def _shard(module: nn.Module, world: World, compile: Compile, options: dict[str, Any]) -> None:
+def _shard(module: nn.Module, world: World, compile: Compile) -> None:
     mesh = init_device_mesh(world.device.type, (world.size,))
 
     def placement(parameter: nn.Parameter) -> Shard | None:
@@ -168,10 +168,7 @@ def _shard(module: nn.Module, world: World, compile: Compile, options: dict[str,
         "reshard_after_forward": True,
         "shard_placement_fn": placement,
     }
-    for name, blocks in module.named_modules():
-        if name.rpartition(".")[2] == "blocks":
-            for block in blocks.children():
-                if compile != "none":
-                    block.compile(**options)
-                fully_shard(block, **sharing)
+    for block in blocks_of(module):
+        compile_module(block, compile)
+        fully_shard(block, **sharing)
     fully_shard(module, **sharing)

@@ -43,6 +43,11 @@ BACKWARD_TILES: dict[int, tuple[int, int, int]] = {
     8192: (16, 1, 2),
     16384: (16, 1, 1),
 }
+# Exceptions for streams in single precision, as autocast has them, of just these widths: registers are scarcer.
+WIDE_BACKWARD_TILES: dict[int, tuple[int, int, int]] = {
+    1024: (4, 2, 3),
+    1280: (2, 4, 1),
+}
 # Rows and columns per step, warps: the sum over programs of the partial parameter gradients.
 REDUCTION_TILE: tuple[int, int, int] = (512, 8, 4)
 
@@ -419,11 +424,18 @@ def _parts(m: int) -> tuple[int, int]:
     return (whole, 0) if 2 * rest > whole // 2 else (whole // 2, rest)
 
 
-def _tile(kernel: str, tiles: dict[int, tuple[int, int, int]], x: torch.Tensor) -> tuple[int, ...]:
+def _tile(
+    kernel: str,
+    tiles: dict[int, tuple[int, int, int]],
+    x: torch.Tensor,
+    wide: dict[int, tuple[int, int, int]] | None = None,
+) -> tuple[int, ...]:
     """What tuning found for tokens like those of x, else the entry of the table that they fit."""
     m = x.shape[1] // 8
     width = 8 * sum(_parts(m))
     default = next((entry for limit, entry in tiles.items() if width <= limit), list(tiles.values())[-1])
+    if wide is not None and x.element_size() == 4:
+        default = wide.get(width, default)
     return tile(kernel, (m, x.element_size()), x.device, default)
 
 
@@ -512,7 +524,7 @@ def _backward(
         return dx, dbranch, dgain, dshift, dscale, dbias
 
     block, rest = _parts(m)
-    warps, per_multiprocessor, stages = _tile("norm backward", BACKWARD_TILES, residual)
+    warps, per_multiprocessor, stages = _tile("norm backward", BACKWARD_TILES, residual, WIDE_BACKWARD_TILES)
     programs = min(tokens, per_multiprocessor * multiprocessors(residual.device))
     width = 7 * m if scale is None and branch_bias is None else 14 * m
     partial = torch.empty((programs, width), dtype=torch.float32, device=residual.device)

@@ -1,0 +1,36 @@
+"""How modules are compiled: whole, or block by block."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import nn
+
+Compile = Literal["none", "default", "reduce-overhead", "max-autotune", "blocks"]
+
+
+def compile_module(module: nn.Module, mode: Compile, **options: Any) -> None:
+    """Compile a module where it is, in one of torch.compile's modes.
+
+    blocks: in its default mode, each block by itself, and all that is beside them. Blocks that are alike are compiled
+    once, so it takes as long for 40 as for one; what is lost are fusions from a block to the next.
+    """
+    if mode == "blocks":
+        for part in _parts(module) if blocks_of(module) else [module]:
+            part.compile(**options)
+    elif mode != "none":
+        module.compile(mode=None if mode == "default" else mode, **options)
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The blocks of all transformers in a module."""
+    stacks = [stack for name, stack in module.named_modules() if name.rpartition(".")[2] == "blocks"]
+    return [block for stack in stacks for block in stack.children()]
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """Modules that together have all parameters of a module: blocks, and the largest ones without any blocks."""
+    if not blocks_of(module):
+        return [module] if any(True for _ in module.parameters()) else []
+    rest = [child for name, child in module.named_children() if name != "blocks"]
+    return [*getattr(module, "blocks", nn.ModuleList()), *(part for child in rest for part in _parts(child))]

@@ -1,0 +1,85 @@
+"""Modules compiled whole, or block by block."""
+
+import pytest
+import torch
+from torch import nn
+
+from quickvit.train.compiling import blocks_of, compile_module
+
+# Of PyTorch's compiler, which looks at a gradient that nobody asked for.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.fc = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.fc(x).relu()
+
+
+class Transformer(nn.Module):
+    def __init__(self, depth=6, width=8):
+        super().__init__()
+        self.patch_embed = nn.Linear(3, width)
+        self.drop = nn.Identity()
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        return self.norm(self.blocks(self.drop(self.patch_embed(x))))
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.vit = Transformer()
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.vit(x))
+
+
+@pytest.fixture
+def graphs():
+    """What was compiled, by a backend that only takes notes: the numbers of operations of the graphs."""
+    torch.compiler.reset()
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(
+            sum(node.op in ("call_function", "call_module", "call_method") for node in graph.graph.nodes)
+        )
+        return graph.forward
+
+    backend.graphs = seen
+    yield backend
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    # The embedding, a block for all of them, the norm and the head; or everything at once.
+    [("none", []), ("default", [1 + 6 * 3 + 1 + 1]), ("blocks", [1, 3, 1, 1])],
+)
+def test_blocks_that_are_alike_are_compiled_once(graphs, mode, expected):
+    torch.manual_seed(0)
+    module, x = Encoder(), torch.randn(4, 3)
+    before = module(x)
+    compile_module(module, mode, **({} if mode == "none" else {"backend": graphs, "fullgraph": True}))
+    torch.testing.assert_close(module(x), before)
+    assert graphs.graphs == expected
+
+
+def test_a_module_without_blocks_is_compiled_whole(graphs):
+    module = nn.Sequential(nn.Identity(), nn.ReLU())
+    compile_module(module, "blocks", backend=graphs)
+    module(torch.randn(3))
+    assert graphs.graphs == [1]
+
+
+def test_blocks_of_all_transformers():
+    both = nn.ModuleList([Encoder(), Transformer(depth=2)])
+    assert len(blocks_of(both)) == 8
+    assert all(isinstance(block, Block) for block in blocks_of(both))
