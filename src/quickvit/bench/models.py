@@ -18,6 +18,7 @@ from quickvit.bench.timing import Case, Failure, Job, Settings, attempt, measure
 from quickvit.bench.work import Ceilings, Shape, Storage
 from quickvit.group import D8, act_on_image
 from quickvit.models import FAMILIES
+from quickvit.train.compiling import has_graphs
 
 VIEWS = "vit, mean of 8 views"
 
@@ -59,7 +60,7 @@ def bench_models(
         def build(name: str, shape: Shape = shape, peaks: dict[str, int] = peaks) -> Job:
             job = partial(_inference, partial(create_model, name, shape, settings), shape, settings)
             # A CUDA graph keeps its memory between calls, where the allocator does not see it used.
-            if not settings.cuda or settings.compile == "reduce-overhead":
+            if not settings.cuda or has_graphs(settings.compile):
                 return job()
             result, peaks[name] = build_and_weigh(job, settings.device)
             return result
@@ -123,7 +124,7 @@ def bench_blocks(
 
 def bench_memory(settings: Settings, shapes: Sequence[Shape], families: Sequence[str]) -> list[Row]:
     """Peak memory of a forward pass without gradients, each model alone on the device."""
-    if settings.compile == "reduce-overhead":
+    if has_graphs(settings.compile):
         raise ValueError(
             "a CUDA graph keeps its memory between calls; measure memory with --compile none or default, "
             "not reduce-overhead"

@@ -18,7 +18,7 @@ from torch import nn
 from tqdm import tqdm
 
 from quickvit.bench.work import Ceilings, Work
-from quickvit.train.compiling import Compile, compile_module
+from quickvit.train.compiling import Compile, compile_module, has_graphs
 
 COMPILE: tuple[Compile, ...] = ("none", "default", "reduce-overhead", "blocks")
 
@@ -72,7 +72,7 @@ class Settings:
 
     def begin_step(self) -> None:
         """Allow CUDA graphs to overwrite the outputs of the step before."""
-        if self.compile == "reduce-overhead":
+        if has_graphs(self.compile):
             torch.compiler.cudagraph_mark_step_begin()
 
 

@@ -12,14 +12,19 @@ Compile = Literal["none", "default", "reduce-overhead", "max-autotune", "blocks"
 def compile_module(module: nn.Module, mode: Compile, **options: Any) -> None:
     """Compile a module where it is, in one of torch.compile's modes.
 
-    blocks: in its default mode, each block by itself, and all that is beside them. Blocks that are alike are compiled
-    once, so it takes as long for 40 as for one; what is lost are fusions from a block to the next.
+    blocks: like reduce-overhead, but each block by itself, and all that is beside them. Blocks that are alike are
+    compiled once, so it takes as long for 40 as for one; what is lost are fusions from a block to the next.
     """
     if mode == "blocks":
         for part in _parts(module) if blocks_of(module) else [module]:
-            part.compile(**options)
+            part.compile(mode="reduce-overhead", **options)
     elif mode != "none":
         module.compile(mode=None if mode == "default" else mode, **options)
+
+
+def has_graphs(mode: Compile) -> bool:
+    """Whether modules are run by CUDA graphs on a GPU, whose memory belongs to a step."""
+    return mode in ("reduce-overhead", "max-autotune", "blocks")
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:

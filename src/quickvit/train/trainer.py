@@ -20,7 +20,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from quickvit.data import derived_seed
 from quickvit.train.checkpoint import Store
-from quickvit.train.compiling import Compile
+from quickvit.train.compiling import Compile, has_graphs
 from quickvit.train.distributed import Parallel, World, bare, gradients_shared, spread, trained
 from quickvit.train.journal import EVALUATION, Journal, read_metrics
 from quickvit.train.norms import clip_
@@ -115,7 +115,7 @@ class Trainer:
         self.optimizer = recipe.optimizer()
         self.store = None if folder is None else Store(folder / CHECKPOINTS, world, run.keep)
         self.nonfinite = 0
-        self.graphs = world.device.type == "cuda" and run.compile in ("reduce-overhead", "max-autotune")
+        self.graphs = world.device.type == "cuda" and has_graphs(run.compile)
 
     def fit(self, label: str | None = None) -> Outcome:
         """Train from the newest sound checkpoint, or from the start, to the end or until a signal asks to stop."""
