@@ -34,7 +34,7 @@ for piece in "$@"; do
         train_huge) bench "$piece" train --sizes huge --families d8 h8 i8 "${fewer[@]}" "${graphs[@]}" ;;
         train_giant) bench "$piece" train --sizes giant --families d8 "${fewer[@]}" "${graphs[@]}" ;;
         dinov2_large) bench "$piece" train --recipe dinov2 --batch 32 --sizes large --families d8 h8 i8 --separate false "${fewer[@]}" "${graphs[@]}" ;;
-        dinov2_huge) bench "$piece" train --recipe dinov2 --batch 32 --sizes huge --patch 16 --families d8 h8 i8 --separate false "${fewer[@]}" "${graphs[@]}" ;;
+        dinov2_huge) bench "$piece" train --recipe dinov2 --compile blocks --batch 32 --sizes huge --patch 16 --separate false --families d8 h8 i8 --repeats 7 ;;
         packing_launched) bench "$piece" train --recipe dinov2 --batch 8 --sizes large --families h8 "${fewer[@]}" --compile default --repeats 7 ;;
         packing_small) bench "$piece" train --recipe dinov2 --batch 8 --sizes large --families h8 "${fewer[@]}" "${graphs[@]}" ;;
         packing) bench "$piece" train --recipe dinov2 --batch 32 --sizes large --families h8 "${fewer[@]}" "${graphs[@]}" ;;

@@ -27,15 +27,15 @@ def test_operators():
     assert [row.failure for row in rows] == [None] * len(rows)
 
 
-@pytest.mark.parametrize("mode", ["none", "default", "reduce-overhead"])
+@pytest.mark.parametrize("mode", ["none", "default", "reduce-overhead", "blocks"])
 def test_models(mode):
     rows = run("model", Request(CUDA, compile=mode, **SMALL)).rows
     assert [row.failure for row in rows] == [None] * len(rows)
     weighed = [row.memory_mib for row in rows if "forward" in row.case]
-    assert all(mib is None for mib in weighed) == (mode == "reduce-overhead")
+    assert all(mib is None for mib in weighed) == (mode in ("reduce-overhead", "blocks"))
 
 
-@pytest.mark.parametrize("mode", ["none", "default", "reduce-overhead"])
+@pytest.mark.parametrize("mode", ["none", "default", "reduce-overhead", "blocks"])
 @pytest.mark.parametrize("recipe", ["deit3", "dinov2"])
 def test_training(mode, recipe):
     rows = run("train", Request(CUDA, compile=mode, recipe=recipe, **SMALL)).rows

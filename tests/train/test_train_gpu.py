@@ -30,7 +30,7 @@ class Interrupted(Deit3):
 
 
 @pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
-@pytest.mark.parametrize("compile", ["none", "default", "reduce-overhead"])
+@pytest.mark.parametrize("compile", ["none", "default", "reduce-overhead", "blocks"])
 def test_a_run_and_its_continuation(images, tmp_path, compile, optimizer):
     def trainer(kind, out):
         changes = {"optimizer": optimizer, "model_args": {"embed_dim": 128, "depth": 4, "num_heads": 2}}
@@ -59,18 +59,19 @@ def test_a_run_and_its_continuation(images, tmp_path, compile, optimizer):
 def test_cuda_graphs_learn_the_same(images, tmp_path, recipe, accumulate):
     """Also where a module runs several times before its gradients are used."""
     losses = []
-    for compile in ("none", "reduce-overhead"):
+    for compile in ("none", "reduce-overhead", "blocks"):
         make, prepare = {Deit3: (tiny_runs.config, resolve), Dinov2: (tiny_runs.views_config, resolve_views)}[
             recipe
         ]
         # Compiled code draws other random numbers.
-        changes = {"drop_path": 0.0, "model_args": {"embed_dim": 128, "depth": 2, "num_heads": 2}}
+        changes = {"drop_path": 0.0, "model_args": {"embed_dim": 128, "depth": 4, "num_heads": 2}}
         run = {"compile": compile, "accumulate": accumulate, "evaluate_every": 5}
         out = tmp_path / compile
         config = prepare(make(images, out, run, **changes), DEVICE)
         Trainer(recipe(config), config.run, out, World(device=DEVICE)).fit()
         losses.append([row["loss"] for row in read_metrics(out) if "loss" in row])
     assert losses[1] == pytest.approx(losses[0], rel=0.03)
+    assert losses[2] == pytest.approx(losses[0], rel=0.03)
 
 
 def test_lamb_costs_few_launches(images, tmp_path):
