@@ -54,7 +54,8 @@ def graphs():
         return graph.forward
 
     backend.graphs = seen
-    yield backend
+    with torch.compiler.config.patch(recompile_limit=8):
+        yield backend
     torch.compiler.reset()
 
 
@@ -72,6 +73,18 @@ def test_blocks_that_are_alike_are_compiled_once(graphs, mode, expected, monkeyp
     compile_module(module, mode, **({} if mode == "none" else {"backend": graphs, "fullgraph": True}))
     torch.testing.assert_close(module(x), before)
     assert graphs.graphs == expected
+
+
+def test_blocks_may_all_be_different(graphs, monkeypatch):
+    compile = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, mode=None, **options: compile(self, **options))
+    module = Transformer(depth=12)
+    for i, block in enumerate(module.blocks):
+        block.scale = 1 + i / 7
+    monkeypatch.setattr(Block, "forward", lambda self, x: x + self.scale * self.fc(x).relu())
+    compile_module(module, "blocks", backend=graphs, fullgraph=True, dynamic=False)
+    module(torch.randn(4, 3))
+    assert len(graphs.graphs) == 14
 
 
 def test_a_module_without_blocks_is_compiled_whole(monkeypatch):

@@ -127,7 +127,7 @@ def bench_memory(settings: Settings, shapes: Sequence[Shape], families: Sequence
     if has_graphs(settings.compile):
         raise ValueError(
             "a CUDA graph keeps its memory between calls; measure memory with --compile none or default, "
-            "not reduce-overhead"
+            f"not {settings.compile}"
         )
     if not settings.cuda and settings.compile != "none":
         raise ValueError(

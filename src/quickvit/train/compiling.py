@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 Compile = Literal["none", "default", "reduce-overhead", "max-autotune", "blocks"]
@@ -16,7 +17,11 @@ def compile_module(module: nn.Module, mode: Compile, **options: Any) -> None:
     compiled once, so it takes as long for 40 as for one; what is lost are fusions from a block to the next.
     """
     if mode == "blocks":
-        for part in _parts(module) if blocks_of(module) else [module]:
+        blocks = blocks_of(module)
+        # Blocks share their code, of which PyTorch compiles a few variants only; they may all be different.
+        config: Any = torch.compiler.config
+        config.recompile_limit = max(config.recompile_limit, 8 + 4 * len(blocks))
+        for part in _parts(module) if blocks else [module]:
             part.compile(mode="reduce-overhead", **options)
     elif mode != "none":
         module.compile(mode=None if mode == "default" else mode, **options)
@@ -34,7 +39,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
-    """Modules that together have all parameters of a module: blocks, and the largest ones without any blocks."""
+    """The blocks of a module, and the largest of its parts without any, if they have parameters."""
     if not blocks_of(module):
         return [module] if any(True for _ in module.parameters()) else []
     rest = [child for name, child in module.named_children() if name != "blocks"]
