@@ -154,8 +154,9 @@ def test_modules_are_compiled_as_asked(monkeypatch):
     monkeypatch.setattr(torch.nn.Identity, "compile", lambda module, **options: seen.append(options))
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: seen.append("step"))
     module = torch.nn.Identity()
-    for mode in ("none", "default", "reduce-overhead"):
+    for mode in ("none", "default", "reduce-overhead", "blocks"):
         assert settings(compile=mode).compiled(module) is module
         settings(compile=mode).begin_step()
     shared = {"fullgraph": True, "dynamic": False}
-    assert seen == [{**shared, "mode": None}, {**shared, "mode": "reduce-overhead"}, "step"]
+    graphs = [{**shared, "mode": "reduce-overhead"}, "step"]
+    assert seen == [{**shared, "mode": None}, *graphs, *graphs]

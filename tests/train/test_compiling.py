@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from quickvit.models import QuickVisionTransformer
 from quickvit.train.compiling import blocks_of, compile_module
 
 # Of PyTorch's compiler, which looks at a gradient that nobody asked for.
@@ -73,6 +74,28 @@ def test_blocks_that_are_alike_are_compiled_once(graphs, mode, expected, monkeyp
     compile_module(module, mode, **({} if mode == "none" else {"backend": graphs, "fullgraph": True}))
     torch.testing.assert_close(module(x), before)
     assert graphs.graphs == expected
+
+
+@pytest.mark.parametrize("family", ["d8", "h8"])
+def test_a_deep_quick_vit_is_no_more_to_compile(graphs, family, monkeypatch):
+    """And it has the same results and gradients."""
+    compile, compiled = nn.Module.compile, []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, mode=None, **options: compile(self, **options))
+    for depth in (6, 10):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = QuickVisionTransformer(
+            family=family, embed_dim=64, num_heads=2, depth=depth, img_size=32, num_classes=3
+        )
+        x = torch.randn(2, 3, 32, 32)
+        before = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+        graphs.graphs.clear()
+        compile_module(model, "blocks", backend=graphs, fullgraph=True, dynamic=False)
+        after = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+        for found, expected in zip(after, before, strict=True):
+            torch.testing.assert_close(found, expected)
+        compiled.append(len(graphs.graphs))
+    assert 1 < compiled[0] == compiled[1]
 
 
 def test_blocks_may_all_be_different(graphs, monkeypatch):

@@ -193,13 +193,12 @@ def test_metrics_of_updates_that_are_repeated_are_written_once(run, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_modules_learn_the_same(run, tmp_path):
     losses = []
-    for mode in ("none", "default", "blocks"):
+    for mode in ("none", "default"):
         recipe = Distillation()
         recipe.modules["student"][2].p = 0.0  # drawn differently
         Trainer(recipe, replace(run, compile=mode), tmp_path / mode).fit()
         losses.append([row["loss"] for row in read_metrics(tmp_path / mode) if "loss" in row])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    assert losses[2] == pytest.approx(losses[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("passes", [1, 2, 4])

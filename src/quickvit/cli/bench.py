@@ -61,7 +61,10 @@ BENCH_OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "--dtype": (MEASURED, {"nargs": "+", "choices": list(suite.DTYPES), "help": "one or several"}),
     "--compile": (
         ("block", *WHOLE, "gelu"),
-        {"choices": list(COMPILE), "help": "none on a CPU, else default"},
+        {
+            "choices": list(COMPILE),
+            "help": "none on a CPU, else default; blocks: one by one, with CUDA graphs",
+        },
     ),
     "--device": (MEASURED, {"help": "cuda where there is one, else cpu"}),
     "--threads": (MEASURED, {"type": int, "help": "of PyTorch on the CPU"}),

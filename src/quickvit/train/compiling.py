@@ -14,7 +14,7 @@ def compile_module(module: nn.Module, mode: Compile, **options: Any) -> None:
     """Compile a module where it is, in one of torch.compile's modes.
 
     blocks: like reduce-overhead, but each block by itself, and all that is beside them. Blocks that are alike are
-    compiled once, so it takes as long for 40 as for one; what is lost are fusions from a block to the next.
+    compiled once, so 40 are no more to compile than a few; what is lost are fusions from a block to the next.
     """
     if mode == "blocks":
         blocks = blocks_of(module)

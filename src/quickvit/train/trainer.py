@@ -44,7 +44,7 @@ class RunConfig:
     """With several processes: ddp replicates the weights, fsdp shards them (FSDP2), for models that need it."""
     compile: Compile = "none"
     """torch.compile's mode for training; reduce-overhead is the fastest for Quick ViTs on a GPU. blocks compiles
-    each block by itself, and those that are alike once: in seconds, where deep models otherwise take minutes."""
+    each block by itself, and those that are alike once: a deep model is no more to compile than a few blocks."""
     accumulate: int = 1
     """Backward passes per update, each over a part of the batch, where a batch does not fit into memory."""
     workers: int = 4
