@@ -122,10 +122,13 @@ class Compiler(Recorder):
 def hopper(limit):
     """The bytes of the kernels that are for Hopper alone."""
     from quickvit.ops.triton import hopper as kernels
+    from quickvit.ops.triton import hopper_gelu as with_gelu
 
     triton.runtime.driver.set_active(Driver())
     kernels._octic_linear = Compiler(kernels._octic_linear)
-    kernels.shared_memory, kernels.multiprocessors = lambda device: limit, lambda device: 132
+    with_gelu._linear_gelu = Compiler(with_gelu._linear_gelu)
+    kernels.shared_memory = lambda device: limit
+    kernels.multiprocessors = with_gelu.multiprocessors = lambda device: 132
     LAUNCHES.clear()
     for width in (768, 1024):
         for dtype in (torch.bfloat16, torch.float16):
@@ -135,6 +138,9 @@ def hopper(limit):
             kernels.linear(x, one, two, y)
             kernels.linear(x, one.mT.contiguous().mT, two.mT.contiguous().mT, y)
             kernels.linear_heads(x, one, two, torch.empty(f), 8)
+            if width == 1024:
+                with_gelu.linear_gelu(x, one, two, torch.empty(f), y)
+                with_gelu.linear_gelu(x, one, two, None, y)
     return [(kernel.metadata.name, kernel.metadata.shared) for kernel in LAUNCHES]
 
 

@@ -59,12 +59,15 @@ class Memory:
         return self.data.shape
 
     def view(self, dtype, shape, layout):
-        """Boxes that lie one after the other as larger ones: more rows, or columns beside columns."""
-        boxes, rows, columns = self.data.shape
-        if rows < shape[1]:
+        """The same bytes in other boxes: with fewer or more rows, or columns beside columns."""
+        if self.data.shape[-1] == shape[-1]:
             return Memory(self.data.view(shape))
+        boxes, rows, columns = self.data.shape
         pairs = self.data.view(boxes // 2, 2, rows, columns)
         return Memory(pairs.transpose(1, 2).reshape(shape))
+
+    def load(self, layout):
+        return self.data.clone()
 
     def store(self, value):
         self.data.copy_(value)
@@ -81,6 +84,7 @@ class Pointer:
 
     def __init__(self, tensor, offset=0):
         self.tensor, self.offset = tensor.detach().view(-1), offset
+        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
 
     def __add__(self, offset):
         return Pointer(self.tensor, self.offset + offset)
@@ -123,6 +127,11 @@ class Warps(threading.local):
         self.products, self.stores = [], []
 
 
+def multiply_add(a, b, c):
+    """a b + c."""
+    return a * b + c
+
+
 class Program:
     """One program of a launch."""
 
@@ -131,6 +140,7 @@ class Program:
         self.names = {
             "gl": SimpleNamespace(
                 float32=torch.float32,
+                bfloat16=torch.bfloat16,
                 int64=torch.int64,
                 static_range=range,
                 program_id=lambda axis: number,
@@ -140,11 +150,17 @@ class Program:
                 join=lambda a, b: torch.stack([a, b], dim=-1),
                 split=lambda a: a.unbind(dim=-1),
                 load=self.load_values,
+                store=self.store_values,
                 allocate_shared_memory=self.allocate,
                 warp_specialize=self.warp_specialize,
+                fma=multiply_add,
                 SliceLayout=lambda *_: None,
+                BlockedLayout=lambda *_: None,
+                NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None),
                 constexpr=None,
             ),
+            "tl": SimpleNamespace(fma=multiply_add, math=SimpleNamespace(exp2=torch.exp2, rsqrt=torch.rsqrt)),
+            "_tanh": torch.tanh,
             "mbarrier": SimpleNamespace(
                 MBarrierLayout=lambda: None,
                 init=lambda barrier, count: barrier.init(count),
@@ -195,6 +211,10 @@ class Program:
     def load_values(self, pointer, mask=True, other=0.0):
         offset, mask = torch.broadcast_tensors(pointer.offset, torch.as_tensor(mask))
         return torch.where(mask, pointer.tensor[torch.where(mask, offset, 0)], other)
+
+    def store_values(self, pointer, values, mask):
+        values, offset, mask = torch.broadcast_tensors(values, pointer.offset, mask)
+        pointer.tensor[offset[mask]] = values[mask]
 
     def store_wait(self, pending):
         while len(self.warps.stores) > pending:

@@ -166,7 +166,10 @@ def test_few_tokens_have_it_in_graphs_only(monkeypatch):
         True,
     ]
     assert [launches(197, transposed=True), launches(197, transposed=True)] == [True, False]
+    gelu = SimpleNamespace(is_cuda=True, device="cuda", dtype=torch.bfloat16, shape=(197, 1024), nbytes=1)
+    assert [switch.launches_gelu(gelu, gelu), switch.launches_gelu(gelu, gelu)] == [True, False]
     capturing = True
+    assert switch.launches_gelu(gelu, gelu)
     assert launches(197)
 
 
@@ -193,10 +196,12 @@ def test_the_choice_is_known_to_the_compiler(monkeypatch):
     monkeypatch.setattr(switch, "_is_known", lambda device: True)
 
     def choose(x):
-        return x + 1 if switch._takes(x.device, x.dtype, x.shape[-1], 512) else x
+        return x + 1 if switch._takes("hopper", x.device, x.dtype, x.shape[-1], 512) else x
 
     compiled = torch.compile(choose, fullgraph=True, backend="eager", dynamic=False)
     for answer in (True, False):
         torch.compiler.reset()
-        monkeypatch.setattr(switch, "kernels", lambda answer=answer: SimpleNamespace(takes=lambda *_: answer))
+        monkeypatch.setattr(
+            switch, "_module", lambda _, answer=answer: SimpleNamespace(takes=lambda *_: answer)
+        )
         assert compiled(torch.zeros(3, 128))[0, 0] == answer

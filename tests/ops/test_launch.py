@@ -99,7 +99,8 @@ def test_kernels_fit_gpus_with_little_shared_memory(capability):
     kernels = run(Path(__file__).with_name("compile_kernels.py"), str(capability))
     for large in ("_attention_whole_head", "_partial_sums"):
         assert (large in kernels) == (capability in (80, 90, 100))
-    assert ("_octic_linear" in kernels) == (capability == 90)
+    for gluon in ("_octic_linear", "_linear_gelu"):
+        assert (gluon in kernels) == (capability == 90)
 
 
 def test_room_is_known_to_the_compiler():

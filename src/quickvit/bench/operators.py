@@ -19,6 +19,7 @@ from quickvit.bench.work import Ceilings, Shape, Storage, Work
 from quickvit.group import D8, Layout
 from quickvit.ops import octic_attention, octic_gelu, octic_layer_norm, octic_linear, octic_residual_norm
 from quickvit.ops.attention import octic_self_attention, takes_self_attention
+from quickvit.ops.mlp import activate
 
 NORM_EPS = 1e-6
 
@@ -77,6 +78,8 @@ def operators(shape: Shape, settings: Settings) -> Iterator[Operator]:
     ):
         yield from _products(name, rows, inputs, outputs, storage)
     yield from _gelu(rows, hidden, storage)
+    if settings.cuda:
+        yield _first_half(rows, width, hidden, storage)
     yield from _norms(settings.batch, shape, storage)
     yield from _attention(settings.batch, shape, storage)
 
@@ -99,6 +102,19 @@ def _gelu(rows: int, hidden: int, storage: Storage) -> Iterator[Operator]:
     yield Operator("GELU", "octic", (steps,), octic_gelu, (x, bias))
     yield Operator("GELU", "copy", (steps,), torch.clone, (x,))
     yield Operator("GELU gradient", "octic", (steps.times(1, 1.5),), octic_gelu, (x, bias), by=(0,))
+
+
+def _first_half(rows: int, width: int, hidden: int, storage: Storage) -> Operator:
+    """The first linear map of a perceptron and GELU, as in inference."""
+
+    def forward(x: Tensor, one: Tensor, two: Tensor, bias: Tensor) -> Tensor:
+        out = x.new_empty(rows, hidden)
+        activate(x, one, two, bias, out)
+        return out
+
+    m, f = width // 8, hidden // 8
+    shapes = (rows, width), (4, f, m), (1, 2 * f, 2 * m), (f,)
+    return Operator("fc1 + GELU", "octic", (work.linear(rows, width, hidden, storage, D8),), forward, shapes)
 
 
 def _norms(batch: int, shape: Shape, storage: Storage) -> Iterator[Operator]:

@@ -1,7 +1,8 @@
-"""Whether the kernel for NVIDIA's Hopper, in `triton/hopper.py`, takes a linear map."""
+"""Whether the kernels for NVIDIA's Hopper, in `triton/hopper.py` and `triton/hopper_gelu.py`, take a linear map."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,47 +11,63 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-# Bytes of x and of the result from which on the kernel runs longer than Python needs to launch it.
+# Bytes of x and of the result from which on a kernel runs longer than Python needs to launch it.
 LAUNCHED_BYTES = 2**29
 
 
 def takes(x: Tensor, width: int) -> bool:
-    """Whether it takes a linear map of x to this width."""
+    """Whether there is a kernel for a linear map of x to this width."""
     if not x.is_cuda:
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-    return _takes(x.device, dtype, x.shape[-1], width)
+    return _takes("hopper", x.device, dtype, x.shape[-1], width)
 
 
 def launches(x: Tensor, weight: Tensor, out: Tensor) -> bool:
-    """Whether it is what should write the map of x to `out`; if not, products of cuBLAS give the same result.
-
-    Python takes longer to launch it than two products. That does not matter in a CUDA graph, nor with many tokens.
-    """
-    if (
-        not x.is_cuda
-        or not _takes(x.device, x.dtype, x.shape[1], out.shape[1])
-        or not kernels().reachable(out)
-    ):
+    """Whether a kernel should write the map of x to `out`; if not, products of cuBLAS give the same result."""
+    kind = "hopper", x.device, x.dtype, x.shape[1], out.shape[1]
+    if not x.is_cuda or not _takes(*kind) or not kernels().reachable(out):
         return False
+    return _is_time((*kind, weight.stride(-1) == 1), x, out)
+
+
+def launches_gelu(x: Tensor, out: Tensor) -> bool:
+    """Whether a kernel should write GELU of a map of x to `out`; if not, kernels one after the other."""
+    kind = "hopper_gelu", x.device, x.dtype, x.shape[1], out.shape[1]
+    return x.is_cuda and _takes(*kind) and _is_time(kind, x, out)
+
+
+def _is_time(kind: tuple[Hashable, ...], x: Tensor, out: Tensor) -> bool:
+    """Whether to launch a kernel: Python takes longer for it than for what it replaces.
+
+    That does not matter in a CUDA graph, nor with many tokens.
+    """
     # The first call compiles it: later, a graph that is being captured would be in the way.
-    kind = x.device, x.dtype, x.shape[1], out.shape[1], weight.stride(-1) == 1
     first = kind not in _launched
     _launched.add(kind)
     return first or torch.cuda.is_current_stream_capturing() or x.nbytes + out.nbytes >= LAUNCHED_BYTES
 
 
-_launched: set[tuple[torch.device, torch.dtype, int, int, bool]] = set()
+_launched: set[tuple[Hashable, ...]] = set()
 
 
 def kernels() -> ModuleType:
-    """The kernels."""
-    return import_module("quickvit.ops.triton.hopper")
+    """The kernel for a linear map."""
+    return _module("hopper")
+
+
+def gelu_kernels() -> ModuleType:
+    """The kernel for a linear map and GELU."""
+    return _module("hopper_gelu")
+
+
+def _module(name: str) -> ModuleType:
+    return import_module(f"quickvit.ops.triton.{name}")
 
 
 @torch.compiler.assume_constant_result
-def _takes(device: torch.device, dtype: torch.dtype, channels: int, width: int) -> bool:
-    taken: bool = _is_known(device) and kernels().takes(device, dtype, channels, width)
+def _takes(kernel: str, device: torch.device, dtype: torch.dtype, channels: int, width: int) -> bool:
+    taken: bool = _is_known(device) and _module(kernel).takes(device, dtype, channels, width)
     return taken
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from quickvit.group import DihedralGroup
+from quickvit.ops import hopper
 from quickvit.ops.backend import autocast, fused, needs_grad
 from quickvit.ops.cpu.linear import mlp_forward
 from quickvit.ops.linear import products
@@ -74,12 +75,19 @@ def in_parts(
     parts = max(1, -(-x.shape[0] * width * x.element_size() // HIDDEN_BYTES))
     step = max(1, -(-x.shape[0] // parts))
     buffer = x.new_empty(step, width)
-    gelu = kernels(x, "gelu").gelu_forward
     for part, out in zip(x.split(step), y.split(step), strict=True):
         hidden = buffer[: len(part)]
-        products(part, *first, hidden)
-        gelu(hidden, bias, hidden)
+        activate(part, *first, bias, hidden)
         products(hidden, *second, out)
+
+
+def activate(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """GELU(W x + b) written to `out`, on a GPU."""
+    if hopper.launches_gelu(x, out):
+        hopper.gelu_kernels().linear_gelu(x, weight_1, weight_2, bias, out)
+    else:
+        products(x, weight_1, weight_2, out)
+        kernels(x, "gelu").gelu_forward(out, bias, out)
 
 
 @_mlp_into.register_fake

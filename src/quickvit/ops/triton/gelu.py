@@ -44,7 +44,7 @@ _NORMAL_0 = tl.constexpr(math.log2(_S / 8 / math.sqrt(2 * math.pi)))
 
 
 @triton.jit
-def _to_regular(a1, a2, b1, b2, e11, e21, e12, e22):
+def to_regular(a1, a2, b1, b2, e11, e21, e12, e22):
     """Inverse Fourier transform without its factor, B x."""
     a, b = a1 + a2, a1 - a2
     c, d = b1 + b2, b1 - b2
@@ -58,7 +58,7 @@ def _to_regular(a1, a2, b1, b2, e11, e21, e12, e22):
 
 
 @triton.jit
-def _to_isotypic(r0, r1, r2, r3, r4, r5, r6, r7):
+def to_isotypic(r0, r1, r2, r3, r4, r5, r6, r7):
     """Fourier transform without its factor, Bᵀ r."""
     apc, eph = r0 + r2, r0 - r2
     amc, fmg = r1 + r3, r1 - r3
@@ -87,13 +87,13 @@ def _eighth_of_normal_cdf(t, u, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _gelu(t, EXACT: tl.constexpr):
+def gelu_of(t, EXACT: tl.constexpr):
     """GELU(s t) / (8 s) = t Φ(s t) / 8: the 8 s is what the two transforms left out."""
     return t * _eighth_of_normal_cdf(t, t * t, EXACT)
 
 
 @triton.jit
-def _gelu_times(t, v, EXACT: tl.constexpr):
+def gelu_times(t, v, EXACT: tl.constexpr):
     """GELU'(s t) v / 8, GELU'(z) = Φ(z) + z exp(-z²/2) / √(2π)."""
     u = t * t
     density = tl.math.exp2(tl.fma(u, _NORMAL_2, _NORMAL_0))
@@ -148,16 +148,16 @@ def _gelu_forward(
     """y = Bᵀ (t Φ(s t) / 8) with t = B (x + b e_A1)."""
     offset, column, mask = _octets(T, M, VEC, BLOCK)
     a1, a2, b1, b2, e11, e21, e12, e22 = _load_octet(x, bias, offset, column, mask, M)
-    t0, t1, t2, t3, t4, t5, t6, t7 = _to_regular(a1, a2, b1, b2, e11, e21, e12, e22)
-    a1, a2, b1, b2, e11, e21, e12, e22 = _to_isotypic(
-        _gelu(t0, EXACT),
-        _gelu(t1, EXACT),
-        _gelu(t2, EXACT),
-        _gelu(t3, EXACT),
-        _gelu(t4, EXACT),
-        _gelu(t5, EXACT),
-        _gelu(t6, EXACT),
-        _gelu(t7, EXACT),
+    t0, t1, t2, t3, t4, t5, t6, t7 = to_regular(a1, a2, b1, b2, e11, e21, e12, e22)
+    a1, a2, b1, b2, e11, e21, e12, e22 = to_isotypic(
+        gelu_of(t0, EXACT),
+        gelu_of(t1, EXACT),
+        gelu_of(t2, EXACT),
+        gelu_of(t3, EXACT),
+        gelu_of(t4, EXACT),
+        gelu_of(t5, EXACT),
+        gelu_of(t6, EXACT),
+        gelu_of(t7, EXACT),
     )
     _store_octet(y, offset, mask, a1, a2, b1, b2, e11, e21, e12, e22, M)
 
@@ -169,18 +169,18 @@ def _gelu_backward(
     """dx = Bᵀ (GELU'(s t) B grad / 8) with t = B (x + b e_A1)."""
     offset, column, mask = _octets(T, M, VEC, BLOCK)
     a1, a2, b1, b2, e11, e21, e12, e22 = _load_octet(x, bias, offset, column, mask, M)
-    t0, t1, t2, t3, t4, t5, t6, t7 = _to_regular(a1, a2, b1, b2, e11, e21, e12, e22)
+    t0, t1, t2, t3, t4, t5, t6, t7 = to_regular(a1, a2, b1, b2, e11, e21, e12, e22)
     a1, a2, b1, b2, e11, e21, e12, e22 = _load_octet(grad, None, offset, column, mask, M)
-    v0, v1, v2, v3, v4, v5, v6, v7 = _to_regular(a1, a2, b1, b2, e11, e21, e12, e22)
-    a1, a2, b1, b2, e11, e21, e12, e22 = _to_isotypic(
-        _gelu_times(t0, v0, EXACT),
-        _gelu_times(t1, v1, EXACT),
-        _gelu_times(t2, v2, EXACT),
-        _gelu_times(t3, v3, EXACT),
-        _gelu_times(t4, v4, EXACT),
-        _gelu_times(t5, v5, EXACT),
-        _gelu_times(t6, v6, EXACT),
-        _gelu_times(t7, v7, EXACT),
+    v0, v1, v2, v3, v4, v5, v6, v7 = to_regular(a1, a2, b1, b2, e11, e21, e12, e22)
+    a1, a2, b1, b2, e11, e21, e12, e22 = to_isotypic(
+        gelu_times(t0, v0, EXACT),
+        gelu_times(t1, v1, EXACT),
+        gelu_times(t2, v2, EXACT),
+        gelu_times(t3, v3, EXACT),
+        gelu_times(t4, v4, EXACT),
+        gelu_times(t5, v5, EXACT),
+        gelu_times(t6, v6, EXACT),
+        gelu_times(t7, v7, EXACT),
     )
     _store_octet(dx, offset, mask, a1, a2, b1, b2, e11, e21, e12, e22, M)
 
