@@ -4,6 +4,7 @@ from itertools import combinations
 
 import pytest
 import torch
+from some_rows import rows_at
 from torch import nn
 
 from quickvit import QuickVisionTransformer, act_on_image
@@ -11,7 +12,6 @@ from quickvit.group import D2, D8, act_on_tokens
 from quickvit.layers import OcticBlock, StandardBlock, depth, draw_subset
 from quickvit.models import create_model
 from quickvit.ops.packing import pack, unpack
-from quickvit.ops.rows import rows_at
 from quickvit.testing import randomize
 
 SHAPES = ((4, 6), (6, 3))
@@ -60,6 +60,18 @@ def test_packed_sequences_are_kept_whole_in_each_batch():
     for part, batch in zip(unpack(kept.of(x), kept.shapes), whole, strict=True):
         found = [next(i for i, row in enumerate(batch) if torch.equal(row, sequence)) for sequence in part]
         assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_rows_and_their_places_agree(monkeypatch, ties):
+    torch.manual_seed(0)
+    if ties:
+        monkeypatch.setattr(torch, "rand", torch.zeros)
+    for _ in range(20):
+        drawn = draw_subset(torch.empty(42, 16), 0.4, SHAPES).rows
+        expected = rows_at(drawn.chosen, 42)
+        assert drawn.place.dtype == torch.int32
+        assert torch.equal(drawn.place, expected.place)
 
 
 @pytest.mark.parametrize(("rate", "kept"), [(0.7, 3), (0.05, 10), (0.19, 9), (1.0, 1)])

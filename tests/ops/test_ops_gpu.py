@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from some_rows import rows_at
 
 from quickvit import QuickVisionTransformer, act_on_image
 from quickvit.group import Layout
 from quickvit.layers import OcticMlp
 from quickvit.ops import attention, gelu, hopper, linear, mlp, norm, plain
-from quickvit.ops.rows import rows_at
 from quickvit.testing import assert_invariant, randomize
 
 pytestmark = [

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
+from some_rows import rows_at
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from quickvit.ops.rows import rows_at
 
 CHOSEN = torch.tensor([4, 0, 3])
 

@@ -11,13 +11,13 @@ from torch.nn import functional
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
+from some_rows import rows_at  # noqa: E402
 
 from quickvit.group import Layout  # noqa: E402
 from quickvit.ops import attention as operators  # noqa: E402
 from quickvit.ops import norm as norm_operators  # noqa: E402
 from quickvit.ops.packing import Shapes, attend, pack, unpack  # noqa: E402
-from quickvit.ops.rows import rows_at  # noqa: E402
-from quickvit.ops.triton import attention, gelu, heads, norm, weight_gradient, whole_head  # noqa: E402
+from quickvit.ops.triton import attention, convert, gelu, heads, norm, weight_gradient, whole_head  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -599,3 +599,20 @@ def test_weight_gradient_of_no_tokens() -> None:
     assert weight_2.shape == (1, 16, 32)
     assert not weight_1.any()
     assert not weight_2.any()
+
+
+# ---------------------------------------------------------------------- conversion
+
+
+@pytest.mark.parametrize("number", [1, 4, 6])
+@pytest.mark.parametrize(
+    ("before", "after"), [(torch.float32, torch.float16), (torch.float16, torch.float32)]
+)
+def test_tensors_in_another_dtype(number, before, after):
+    sizes = [(4, 96, 32), (1, 192, 64), (5,), (0, 3), (convert.TILE[0],), (convert.TILE[0] + 1,)]
+    tensors = [draw(i, *size, dtype=before) for i, size in enumerate(sizes[:number])]
+    found = convert.convert(tensors, after)
+    assert len(found) == number
+    for ours, source in zip(found, tensors, strict=True):
+        assert torch.equal(ours, source.to(after))
+        assert ours.dtype == after

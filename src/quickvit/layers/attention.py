@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from quickvit.group import D8, DihedralGroup
 from quickvit.layers.dropout import OcticDropout
-from quickvit.layers.linear import OcticLinear
+from quickvit.layers.linear import OcticLinear, Weights, weights_of
 from quickvit.ops import octic_attention
 from quickvit.ops.attention import octic_self_attention, takes_self_attention
 from quickvit.ops.packing import Shapes
@@ -42,18 +42,19 @@ class OcticAttention(nn.Module):
 
     def forward(self, x: Tensor, shapes: Shapes | None = None) -> Tensor:
         """Attend over the tokens of x; `shapes` are those of packed sequences."""
-        return self.proj_drop(self.proj(self._heads(x, shapes)))
+        qkv, proj = weights_of(self.qkv, self.proj)
+        return self.proj_drop(self.proj(self._heads(x, shapes, qkv), proj))
 
     def deferred(self, x: Tensor, shapes: Shapes | None = None) -> tuple[Tensor, Tensor | None]:
         """As forward, with a bias that is left to add, see `OcticLinear.deferred`."""
         if self.training and self.proj_drop.p:
             return self(x, shapes), None
-        return self.proj.deferred(self._heads(x, shapes))
+        qkv, proj = weights_of(self.qkv, self.proj)
+        return self.proj.deferred(self._heads(x, shapes, qkv), proj)
 
-    def _heads(self, x: Tensor, shapes: Shapes | None) -> Tensor:
+    def _heads(self, x: Tensor, shapes: Shapes | None, weights: Weights) -> Tensor:
         dropout = self.attn_drop if self.training else 0.0
         if not dropout and takes_self_attention(x, self.num_heads, self.qkv.out_layout.group):
-            weights = self.qkv.weight_1, self.qkv.weight_2, self.qkv.bias
-            return octic_self_attention(x, *weights, self.num_heads, shapes=shapes)
-        qkv, bias = self.qkv.deferred(x)
+            return octic_self_attention(x, *weights, self.qkv.bias, self.num_heads, shapes=shapes)
+        qkv, bias = self.qkv.deferred(x, weights)
         return octic_attention(qkv, self.num_heads, self.qkv.out_layout, bias, shapes=shapes, dropout=dropout)

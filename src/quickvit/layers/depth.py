@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quickvit.ops.packing import Shapes
-from quickvit.ops.rows import Rows, rows_at
+from quickvit.ops.rows import Rows
 
 
 def sample_scale(x: Tensor, drop_path: float, training: bool, shapes: Shapes | None = None) -> Tensor | None:
@@ -67,16 +67,31 @@ def draw_subset(x: Tensor, drop_path: float, shapes: Shapes | None = None) -> Ke
     """All samples of x [B, N, C] but a share of `drop_path`, rounded down; of packed sequences, of each batch."""
     batches = shapes or ((x.shape[0], x.shape[1]),)
     numbers = [number for number, _ in batches]
-    keys = torch.rand(sum(numbers), device=x.device).split(numbers)
-    # Sorted together, since that is one launch; whole numbers keep the batches apart.
-    order = torch.cat([key + i for i, key in enumerate(keys)]).argsort().split(numbers)
-    index, scales, kept = [], [], []
-    sample = token = 0
-    for chosen, (number, length) in zip(order, batches, strict=True):
+    ranks, orders = (some.split(numbers) for some in _random_order(numbers, x.device))
+    chosen, places, scales, kept = [], [], [], []
+    sample = token = row = 0
+    for rank, order, (number, length) in zip(ranks, orders, batches, strict=True):
         count = max(1, number - int(number * drop_path))
-        places = length * (chosen[:count].unsqueeze(1) - sample) + torch.arange(length, device=x.device)
-        index.append((token + places).flatten())
+        step = torch.arange(length, device=x.device)
+        first, rank = order[:count].unsqueeze(1) - sample, rank.unsqueeze(1) - sample
+        chosen.append((token + length * first + step).flatten())
+        places.append(torch.where(rank < count, row + length * rank + step, -1).flatten())
         scales.append(torch.full((count * length,), number / count, device=x.device, dtype=torch.float32))
         kept.append((count, length))
-        sample, token = sample + number, token + number * length
-    return Kept(rows_at(torch.cat(index), token), torch.cat(scales), tuple(kept))
+        sample, token, row = sample + number, token + number * length, row + count * length
+    rows = Rows(torch.cat(chosen), torch.cat(places).to(torch.int32))
+    return Kept(rows, torch.cat(scales), tuple(kept))
+
+
+def _random_order(numbers: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The place of each sample in a random order that keeps batches apart, and the sample at each place.
+
+    By comparing all pairs: that is fewer launches than a sort, and where only the places are used a single one.
+    """
+    keys = torch.rand(sum(numbers), device=device).split(numbers)
+    key = torch.cat([part + i for i, part in enumerate(keys)])
+    sample = torch.arange(len(key), device=device)
+    earlier = sample.unsqueeze(0) < sample.unsqueeze(1)
+    before = torch.where(earlier, key.unsqueeze(0) <= key.unsqueeze(1), key.unsqueeze(0) < key.unsqueeze(1))
+    rank = before.sum(1)
+    return rank, torch.empty_like(rank).scatter(0, rank, sample)

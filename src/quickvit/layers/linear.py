@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from quickvit.group import D8, DihedralGroup, Layout
 from quickvit.ops import octic_linear
 from quickvit.ops.backend import fused
+from quickvit.ops.precision import autocast_weights
 
 STANDARD_STD = 0.02
+Weights = tuple[Tensor, Tensor]
 
 
 class OcticLinear(nn.Module):
@@ -42,21 +44,33 @@ class OcticLinear(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def deferred(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    @property
+    def weights(self) -> Weights:
+        """Both weights."""
+        return self.weight_1, self.weight_2
+
+    def deferred(self, x: Tensor, weights: Weights | None = None) -> tuple[Tensor, Tensor | None]:
         """The layer for callers whose next step can add a bias: its result, and the bias that is left to add.
 
-        A fused next step adds it for free. Otherwise the product adds it to A1, an eighth of its result.
+        A fused next step adds it for free. Otherwise the product adds it to A1, an eighth of its result. Of `weights`
+        see `weights_of`.
         """
         if fused(x, self.in_layout.group):
-            return octic_linear(x, self.weight_1, self.weight_2), self.bias
-        return self(x), None
+            return octic_linear(x, *(weights or self.weights)), self.bias
+        return self(x, weights), None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map a packed tensor [..., C] to [..., F]."""
-        return octic_linear(x, self.weight_1, self.weight_2, self.bias)
+    def forward(self, x: Tensor, weights: Weights | None = None) -> Tensor:
+        """Map a packed tensor [..., C] to [..., F]; of `weights` see `weights_of`."""
+        return octic_linear(x, *(weights or self.weights), self.bias)
 
     def extra_repr(self) -> str:
         """Shape and group."""
         layouts = self.in_layout, self.out_layout
         bias = self.bias is not None
         return f"{layouts[0].channels}, {layouts[1].channels}, bias={bias}, group={layouts[0].group}"
+
+
+def weights_of(*layers: OcticLinear) -> list[Weights]:
+    """The weights of layers that are used one after the other, as their products want them, converted together."""
+    weights = autocast_weights(*(weight for layer in layers for weight in layer.weights))
+    return [*zip(weights[::2], weights[1::2], strict=True)]

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from quickvit.group import D8, DihedralGroup
 from quickvit.layers.dropout import OcticDropout
-from quickvit.layers.linear import OcticLinear
+from quickvit.layers.linear import OcticLinear, weights_of
 from quickvit.ops import octic_gelu
 from quickvit.ops.mlp import octic_mlp, takes_mlp
 
@@ -34,10 +34,9 @@ class OcticMlp(nn.Module):
         return self._branch(x, overwrite)
 
     def _branch(self, x: Tensor, overwrite: bool) -> tuple[Tensor, Tensor | None]:
-        up, down = self.fc1, self.fc2
+        up, down = weights_of(self.fc1, self.fc2)
         dropout = self.training and self.drop1.p
-        if not dropout and takes_mlp(x, self.group, *up.parameters(), *down.parameters()):
-            weights = down.weight_1, down.weight_2
-            return octic_mlp(x, up.weight_1, up.weight_2, up.bias, *weights, overwrite=overwrite), down.bias
-        hidden, bias = up.deferred(x)
-        return down.deferred(self.drop1(octic_gelu(hidden, bias, self.group, overwrite=True)))
+        if not dropout and takes_mlp(x, self.group, *self.parameters()):
+            return octic_mlp(x, *up, self.fc1.bias, *down, overwrite=overwrite), self.fc2.bias
+        hidden, bias = self.fc1.deferred(x, up)
+        return self.fc2.deferred(self.drop1(octic_gelu(hidden, bias, self.group, overwrite=True)), down)

@@ -16,10 +16,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from quickvit.group import D8, DihedralGroup, Layout
 from quickvit.ops import hopper
-from quickvit.ops.backend import autocast, fused, needs_grad
+from quickvit.ops.backend import fused, needs_grad
 from quickvit.ops.linear import linear, weight_grad
 from quickvit.ops.operator import closed_operator, fused_operator, kernels, open_operator
 from quickvit.ops.packing import Shapes, attend, pack, unpack
+from quickvit.ops.precision import autocast
 
 # Entries of x from which on `octic_self_attention` is taken: those of 42 images at L/16.
 SELF_ATTENTION_ENTRIES = 2**23

@@ -64,15 +64,6 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype that autocast wants for matrix products, as PyTorch's own operators do it."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-
-
 @cache
 def _log_choice(choice: bool, group: str, dtype: str, device: str) -> None:
     fused_path = "Triton kernels" if device == "cuda" else "C kernels"

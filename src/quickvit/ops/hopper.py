@@ -11,6 +11,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from quickvit.ops.precision import product_dtype
+
 # Bytes of x and of the result from which on a kernel runs longer than Python needs to launch it.
 LAUNCHED_BYTES = 2**29
 
@@ -19,7 +21,7 @@ def takes(x: Tensor, width: int) -> bool:
     """Whether there is a kernel for a linear map of x to this width."""
     if not x.is_cuda:
         return False
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    dtype = product_dtype(x.device) or x.dtype
     return _takes("hopper", x.device, dtype, x.shape[-1], width)
 
 

@@ -14,9 +14,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from quickvit.group import DihedralGroup
 from quickvit.ops import hopper
-from quickvit.ops.backend import autocast, fused, is_plain
+from quickvit.ops.backend import fused, is_plain
 from quickvit.ops.cpu.linear import linear_forward
 from quickvit.ops.operator import closed_operator
+from quickvit.ops.precision import autocast
 
 _group = cache(DihedralGroup)
 

@@ -8,10 +8,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from quickvit.group import DihedralGroup
 from quickvit.ops import hopper
-from quickvit.ops.backend import autocast, fused, needs_grad
+from quickvit.ops.backend import fused, needs_grad
 from quickvit.ops.cpu.linear import mlp_forward
 from quickvit.ops.linear import products
 from quickvit.ops.operator import closed_operator, kernels
+from quickvit.ops.precision import autocast
 
 # Bytes of the hidden features that exist at one time on a GPU: enough to keep it busy.
 HIDDEN_BYTES = 400 * 2**20

@@ -14,6 +14,7 @@ from torch.nn import functional
 from quickvit.group import D8, Layout
 from quickvit.ops.backend import fused
 from quickvit.ops.operator import fused_operator, kernels
+from quickvit.ops.precision import product_dtype
 from quickvit.ops.rows import Rows
 
 
@@ -130,8 +131,7 @@ def _centre(x: Tensor, layout: Layout) -> Tensor:
 
 def _output_dtype(x: Tensor) -> torch.dtype:
     """Under autocast the norm feeds a matrix product, so it writes that product's dtype."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return product_dtype(x.device) or x.dtype
 
 
 @fused_operator("octic_layer_norm")

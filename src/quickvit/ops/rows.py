@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """n different rows of T. chosen [n]: which; place [T]: where each of the T is among the n, or −1."""
+    """n different rows of T. chosen [n]: which; place [T], int32: where each of the T is among the n, or −1."""
 
     chosen: Tensor
     place: Tensor
@@ -27,13 +27,6 @@ class Rows(NamedTuple):
         """The rows x [n, C] at their places among zeros, [T, C]."""
         spread: Tensor = _Spread.apply(x, *self)
         return spread
-
-
-def rows_at(chosen: Tensor, total: int) -> Rows:
-    """The rows with these numbers [n], each of them once, of `total` rows."""
-    place = torch.full((total,), -1, dtype=torch.int32, device=chosen.device)
-    order = torch.arange(len(chosen), dtype=torch.int32, device=chosen.device)
-    return Rows(chosen, place.scatter(0, chosen, order))
 
 
 class _Lookup(torch.autograd.Function):
