@@ -108,8 +108,7 @@ def _step(shape: Shape, settings: Settings, name: str, encoder: type[CropEncoder
         img_size=shape.img_size,
         batch_size=settings.batch,
         model_args={"depth": shape.blocks},
-        # Autocast is the benchmark's.
-        precision="float32",
+        precision="bf16" if settings.dtype == torch.bfloat16 else "float32",
         **options,
     )
     with torch.device(settings.device):
@@ -149,6 +148,8 @@ def _batch(recipe: Dinov2, shape: Shape, settings: Settings) -> ViewBatch:
 def _work(shape: Shape, name: str, settings: Settings, dropped: float) -> list[Work]:
     """The steps of teacher and student; a share of the student's samples may be left out of its branches."""
     storage = Storage.training(settings.dtype)
+    if settings.dtype == torch.bfloat16 and IMAGENET["residual"] == "bf16":
+        storage = replace(storage, stream=storage.compute)
     crops = [(copies * settings.batch, crop) for copies, crop in dinov2_crops(shape)]
     steps = model_work(crops[0][1], name, crops[0][0], storage, features=True)
     for number, crop in crops:

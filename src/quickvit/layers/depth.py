@@ -51,7 +51,8 @@ class Kept(NamedTuple):
         """x plus the branch, so that its mean over all draws is that of a branch of all samples."""
         if self.scale is not None:
             branch = branch * self.scale.to(branch.dtype).view(-1, *[1] * (branch.ndim - 1))
-        return x + (branch if self.rows is None else self.rows.spread(branch).view(x.shape))
+        total: Tensor = x + (branch if self.rows is None else self.rows.spread(branch).view(x.shape))
+        return total.to(x.dtype)
 
 
 def keep(

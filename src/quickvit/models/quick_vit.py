@@ -320,12 +320,18 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         return self.norm(self._run(x)[0])
 
     def forward_crops(
-        self, crops: Sequence[Tensor], masks: Sequence[Tensor | None] | None = None
+        self,
+        crops: Sequence[Tensor],
+        masks: Sequence[Tensor | None] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
-        """`forward_features` of batches of images of several sizes, in one pass of all their tokens."""
+        """`forward_features` of batches of images of several sizes, in one pass of all their tokens.
+
+        `dtype` is that of the residual stream; by default what positions have, float32 under autocast.
+        """
         masks = [None] * len(crops) if masks is None else masks
         x, shapes = pack([self._embed(crop, mask)[0] for crop, mask in zip(crops, masks, strict=True)])
-        return unpack(self.norm(self._run(x, shapes=shapes)[0]), shapes)
+        return unpack(self.norm(self._run(x.to(dtype or x.dtype), shapes=shapes)[0]), shapes)
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         """Tokens [B, N, C] → [B, C] by class token or average; '' keeps the tokens."""
@@ -455,7 +461,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
 
     def _leave(self, x: Tensor) -> Tensor:
         """Leave the octic part: by the invariant, or (hybrids) by simply reading the channels as standard ones."""
-        return x if self.invariant is None else self.invariant(x)
+        return x if self.invariant is None else self.invariant(x).to(x.dtype)
 
     def _run(
         self,

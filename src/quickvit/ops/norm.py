@@ -93,7 +93,8 @@ def residual(
         branch = branch * sample_scale.view(-1, *[1] * (branch.ndim - 1))
     if added is not None:
         branch = added.spread(branch).view(x.shape)
-    return x + branch if scale is None else torch.addcmul(x, branch.to(x.dtype), layout.expand(scale))
+    total = x + branch if scale is None else torch.addcmul(x, branch.to(x.dtype), layout.expand(scale))
+    return total.to(x.dtype)
 
 
 def definition(

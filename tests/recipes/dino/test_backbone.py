@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from timm.layers import DropPath
 from torch.nn import functional
 
 from quickvit import QuickVisionTransformer
@@ -36,6 +37,31 @@ def test_each_batch_of_crops_is_what_the_model_makes_of_it(name, images):
     assert [tuple(tokens.shape) for tokens in found] == [(3, 3 + 16, 32), (5, 3 + 4, 32)]
     for tokens, crops in zip(found, images, strict=True):
         torch.testing.assert_close(tokens, model.vit.forward_features(crops))
+
+
+@pytest.mark.parametrize("stream", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", ["h8", "i8", "d8", "baseline"])
+def test_the_residual_stream_has_one_dtype(name, stream, images):
+    model = encoder(name, init_values=0.1)
+    with torch.no_grad():
+        expected = model(images)
+    model.train().stream = stream
+    for block in model.vit.blocks:
+        block.drop_path_subset, block.drop_path = True, 0.3
+        block.drop_path1 = block.drop_path2 = DropPath(0.3)
+    seen = []
+    for block in model.vit.blocks:
+        block.register_forward_pre_hook(lambda block, args: seen.append(args[0].dtype))
+    model.vit.norm.register_forward_pre_hook(lambda norm, args: seen.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(images)
+    assert seen == [stream or torch.float32] * 3
+    sum(tokens.float().square().sum() for tokens in found).backward()
+    assert all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)
+    model.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        for ours, exact in zip(model(images), expected, strict=True):
+            torch.testing.assert_close(ours.float(), exact, atol=0.15, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["h8", "timm"])

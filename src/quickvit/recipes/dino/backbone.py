@@ -18,10 +18,13 @@ class CropEncoder(nn.Module):
 
     All go through the blocks in one packed pass, unless a ViT of timm has blocks of a rarer kind. A Quick ViT brings
     a token for hidden patches; a ViT of timm is given one here.
+
+    stream: the dtype of the residual stream, see `QuickVisionTransformer.forward_crops`.
     """
 
-    def __init__(self, vit: ViT) -> None:
+    def __init__(self, vit: ViT, stream: torch.dtype | None = None) -> None:
         super().__init__()
+        self.stream = stream
         if vit.cls_token is None:
             raise ValueError("self-distillation needs a class token; create the model with class_token=True")
         self.vit = vit
@@ -35,12 +38,13 @@ class CropEncoder(nn.Module):
         """The tokens of each batch of crops; mask [B, patches] hides patches of the first batch."""
         masks = [mask, *[None] * (len(crops) - 1)]
         if isinstance(self.vit, QuickVisionTransformer):
-            return self.vit.forward_crops(crops, masks)
+            return self.vit.forward_crops(crops, masks, self.stream)
         vit = self.vit
         batches = [self._embed(vit, images, hidden) for images, hidden in zip(crops, masks, strict=True)]
         if not all(isinstance(block, StandardBlock) for block in vit.blocks):
             return [vit.norm(vit.blocks(x)) for x in batches]
         x, shapes = pack(batches)
+        x = x.to(self.stream or x.dtype)
         for block in vit.blocks:
             x = block(x, shapes=shapes)
         return unpack(vit.norm(x), shapes)
