@@ -18,6 +18,7 @@ from quickvit.ops.backend import fused, is_plain
 from quickvit.ops.cpu.linear import linear_forward
 from quickvit.ops.operator import closed_operator
 from quickvit.ops.precision import autocast
+from quickvit.ops.streams import side_by_side
 
 _group = cache(DihedralGroup)
 
@@ -89,9 +90,11 @@ def products(x: Tensor, weight_1: Tensor, weight_2: Tensor, out: Tensor) -> None
     elif (n1, n2) == (4, 1) and hopper.launches(x, weight_1, out):
         hopper.kernels().linear(x, weight_1, weight_2, out)
     else:
-        torch.bmm(x_one, weight_1.mT, out=y_one)
-        for xs, ys, w in zip(x_two, y_two, weight_2, strict=True):
-            torch.bmm(xs, w.T.expand(2, -1, -1), out=ys)
+        with side_by_side(x.device) as branch:
+            with branch:
+                torch.bmm(x_one, weight_1.mT, out=y_one)
+            for xs, ys, w in zip(x_two, y_two, weight_2, strict=True):
+                torch.bmm(xs, w.T.expand(2, -1, -1), out=ys)
 
 
 @linear.register_fake
