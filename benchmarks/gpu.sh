@@ -17,6 +17,7 @@ bench() {
 }
 
 graphs=(--compile reduce-overhead --repeats 7)
+blocks=(--compile blocks --repeats 7)
 # Compiling takes longer than measuring; in a model of 8 blocks they still are nearly all of the work.
 depth=${DEPTH-8}
 fewer=(${depth:+--depth $depth})
@@ -30,12 +31,12 @@ for piece in "$@"; do
         huge) bench "$piece" model --sizes huge --families d8 h8 i8 --views false "${fewer[@]}" "${graphs[@]}" ;;
         giant) bench "$piece" model --sizes giant e --families d8 --views false "${fewer[@]}" "${graphs[@]}" ;;
         22b) bench "$piece" model --sizes 22b --depth 2 --families d8 --views false "${graphs[@]}" ;;
-        train_large) bench "$piece" train --sizes large --families d8 h8 i8 "${fewer[@]}" "${graphs[@]}" ;;
-        train_huge) bench "$piece" train --sizes huge --families d8 h8 i8 "${fewer[@]}" "${graphs[@]}" ;;
-        train_giant) bench "$piece" train --sizes giant --families d8 "${fewer[@]}" "${graphs[@]}" ;;
-        dinov2_large) bench "$piece" train --recipe dinov2 --batch 32 --sizes large --families d8 h8 i8 --separate false "${fewer[@]}" "${graphs[@]}" ;;
-        dinov2_huge) bench "$piece" train --recipe dinov2 --compile blocks --batch 32 --sizes huge --patch 16 --separate false --families d8 h8 i8 --repeats 7 ;;
-        packing_launched) bench "$piece" train --recipe dinov2 --batch 8 --sizes large --families h8 "${fewer[@]}" --compile default --repeats 7 ;;
+        train_large) bench "$piece" train --sizes large --families d8 h8 i8 "${blocks[@]}" ;;
+        train_huge) bench "$piece" train --sizes huge --families d8 h8 i8 "${blocks[@]}" ;;
+        train_giant) bench "$piece" train --sizes giant --families d8 "${blocks[@]}" ;;
+        dinov2_large) bench "$piece" train --recipe dinov2 --sizes large --families d8 h8 i8 --separate false "${blocks[@]}" ;;
+        dinov2_huge) bench "$piece" train --recipe dinov2 --sizes huge --patch 16 --families d8 h8 i8 --separate false "${blocks[@]}" ;;
+        packing_launched) bench "$piece" train --recipe dinov2 --batch 8 --sizes large --families h8 --compile none --repeats 7 ;;
         packing_small) bench "$piece" train --recipe dinov2 --batch 8 --sizes large --families h8 "${fewer[@]}" "${graphs[@]}" ;;
         packing) bench "$piece" train --recipe dinov2 --batch 32 --sizes large --families h8 "${fewer[@]}" "${graphs[@]}" ;;
         memory) bench "$piece" memory --sizes large huge giant e --families d8 h8 i8 --compile none ;;

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from quickvit.models import QuickVisionTransformer
+from quickvit.models import QuickVisionTransformer, create_model
+from quickvit.recipes.dino.backbone import CropEncoder
 from quickvit.train.compiling import blocks_of, compile_module
 
 # Of PyTorch's compiler, which looks at a gradient that nobody asked for.
@@ -55,7 +56,13 @@ def graphs():
         return graph.forward
 
     backend.graphs = seen
-    with torch.compiler.config.patch(recompile_limit=8):
+    compile_module, compile_function = nn.Module.compile, torch.compile
+    # A backend has no modes.
+    with torch.compiler.config.patch(recompile_limit=8), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            nn.Module, "compile", lambda self, mode=None, **options: compile_module(self, **options)
+        )
+        patch.setattr(torch, "compile", lambda call, mode=None, **options: compile_function(call, **options))
         yield backend
     torch.compiler.reset()
 
@@ -65,22 +72,19 @@ def graphs():
     # The embedding, a block for all of them, the norm and the head; or everything at once.
     [("none", []), ("default", [1 + 6 * 3 + 1 + 1]), ("blocks", [1, 3, 1, 1])],
 )
-def test_blocks_that_are_alike_are_compiled_once(graphs, mode, expected, monkeypatch):
+def test_blocks_that_are_alike_are_compiled_once(graphs, mode, expected):
     torch.manual_seed(0)
-    compile = nn.Module.compile
     module, x = Encoder(), torch.randn(4, 3)
     before = module(x)
-    monkeypatch.setattr(nn.Module, "compile", lambda self, mode=None, **options: compile(self, **options))
     compile_module(module, mode, **({} if mode == "none" else {"backend": graphs, "fullgraph": True}))
     torch.testing.assert_close(module(x), before)
     assert graphs.graphs == expected
 
 
 @pytest.mark.parametrize("family", ["d8", "h8"])
-def test_a_deep_quick_vit_is_no_more_to_compile(graphs, family, monkeypatch):
+def test_a_deep_quick_vit_is_no_more_to_compile(graphs, family):
     """And it has the same results and gradients."""
-    compile, compiled = nn.Module.compile, []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, mode=None, **options: compile(self, **options))
+    compiled = []
     for depth in (6, 10):
         torch.compiler.reset()
         torch.manual_seed(0)
@@ -99,8 +103,6 @@ def test_a_deep_quick_vit_is_no_more_to_compile(graphs, family, monkeypatch):
 
 
 def test_blocks_may_all_be_different(graphs, monkeypatch):
-    compile = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self, mode=None, **options: compile(self, **options))
     module = Transformer(depth=12)
     for i, block in enumerate(module.blocks):
         block.scale = 1 + i / 7
@@ -108,6 +110,26 @@ def test_blocks_may_all_be_different(graphs, monkeypatch):
     compile_module(module, "blocks", backend=graphs, fullgraph=True, dynamic=False)
     module(torch.randn(4, 3))
     assert len(graphs.graphs) == 14
+
+
+@pytest.mark.parametrize("family", ["h8", "vit"])
+def test_nothing_of_the_embedding_is_left_to_python(graphs, family):
+    options = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 6, "num_heads": 2}
+    options |= {"num_classes": 0, "dynamic_img_size": True}
+    if family == "vit":
+        encoder = CropEncoder(create_model("baseline_tiny_patch16_224", **options))
+    else:
+        encoder = CropEncoder(QuickVisionTransformer(family=family, mask_token=True, **options))
+    crops, mask = [torch.randn(3, 3, 16, 16), torch.randn(5, 3, 8, 8)], torch.rand(3, 16) < 0.3
+    expected = encoder(crops, mask)
+    compile_module(encoder, "blocks", backend=graphs, fullgraph=True, dynamic=False)
+
+    found = encoder(crops, mask)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    # The embedding, blocks that are first, last and between them, standard ones, and the norm.
+    assert len(graphs.graphs) == {"h8": 6, "vit": 3}[family]
+    assert graphs.graphs[0] > 20
 
 
 def test_a_module_without_blocks_is_compiled_whole(monkeypatch):

@@ -30,6 +30,8 @@ Clock = Callable[[Job, int], float]
 # A sample is this long, so that the launch of its first call does not count.
 SAMPLE_MS = 50.0
 MAX_CALLS = 100
+# On a GPU at least so many calls, however long: for a moment after lighter work its clock is higher than it stays.
+MIN_CALLS = 5
 CEILING_REPEATS = 5
 
 
@@ -194,7 +196,8 @@ def _prepare(case: Case, settings: Settings, clock: Clock) -> tuple[Job, int]:
     for _ in range(settings.warm_up):
         job()
     first = clock(job, 1)
-    return job, max(1, min(MAX_CALLS, math.ceil(SAMPLE_MS / max(first, 1e-6))))
+    calls = math.ceil(SAMPLE_MS / max(first, 1e-6))
+    return job, max(MIN_CALLS if settings.cuda else 1, min(MAX_CALLS, calls))
 
 
 def summary(samples: Sequence[float]) -> Timing:

@@ -329,9 +329,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
 
         `dtype` is that of the residual stream; by default what positions have, float32 under autocast.
         """
-        masks = [None] * len(crops) if masks is None else masks
-        x, shapes = pack([self._embed(crop, mask)[0] for crop, mask in zip(crops, masks, strict=True)])
-        return unpack(self.norm(self._run(x.to(dtype or x.dtype), shapes=shapes)[0]), shapes)
+        x, shapes = self._embed_crops(crops, [None] * len(crops) if masks is None else masks, dtype)
+        return unpack(self.norm(self._run(x, shapes=shapes)[0]), shapes)
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         """Tokens [B, N, C] → [B, C] by class token or average; '' keeps the tokens."""
@@ -458,6 +457,12 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
             first = torch.cat(prefix).to(x.dtype).expand(x.shape[0], -1, -1)
             x = torch.cat([first, x], dim=1)
         return self.pos_drop(x), grid
+
+    def _embed_crops(
+        self, crops: Sequence[Tensor], masks: Sequence[Tensor | None], dtype: torch.dtype | None
+    ) -> tuple[Tensor, Shapes]:
+        x, shapes = pack([self._embed(crop, mask)[0] for crop, mask in zip(crops, masks, strict=True)])
+        return x.to(dtype or x.dtype), shapes
 
     def _leave(self, x: Tensor) -> Tensor:
         """Leave the octic part: by the invariant, or (hybrids) by simply reading the channels as standard ones."""

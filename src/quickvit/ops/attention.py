@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from quickvit.group import D8, DihedralGroup, Layout
 from quickvit.ops import hopper
 from quickvit.ops.backend import fused, needs_grad
-from quickvit.ops.linear import linear, weight_grad
+from quickvit.ops.linear import input_and_weight_grads
 from quickvit.ops.operator import closed_operator, fused_operator, kernels, open_operator
 from quickvit.ops.packing import Shapes, attend, pack, unpack
 from quickvit.ops.precision import autocast
@@ -315,16 +315,12 @@ def _self_setup(ctx, inputs, output):
 def _self_backward(ctx, grad, *_):
     x, weight_1, weight_2, out, qkv, lse = ctx.saved_tensors
     grad_qkv = _qkv_grad(grad, qkv, out, lse, *ctx.sizes)
-    grad_x = grad_bias = None
-    grad_weights = (None, None)
-    if ctx.needs_input_grad[0]:
-        grad_x = linear(grad_qkv, weight_1.mT, weight_2.mT, None)
-    if any(ctx.needs_input_grad[1:3]):
-        grad_weights = weight_grad(grad_qkv, x, len(weight_1), len(weight_2))
+    grad_bias = None
     if ctx.needs_input_grad[3]:
         width, dtype = ctx.bias
         grad_bias = grad_qkv[:, :width].sum(0).to(dtype)
-    return grad_x, *grad_weights, grad_bias, None, None, None
+    grads = input_and_weight_grads(ctx.needs_input_grad, grad_qkv, x, weight_1, weight_2)
+    return *grads, grad_bias, None, None, None
 
 
 _self_attention.register_autograd(_self_backward, setup_context=_self_setup)

@@ -136,6 +136,35 @@ def _(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Tensor]:
     return grad.new_empty(n1, rows, columns), grad.new_empty(n2, 2 * rows, 2 * columns)
 
 
+@closed_operator("octic_linear_grads")
+def linear_grads(
+    grad: Tensor, x: Tensor, weight_1: Tensor, weight_2: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x and of both weights, from that of the result."""
+    with side_by_side(grad.device, 1) as branch:
+        with branch:
+            grad_1, grad_2 = weight_grad(grad, x, len(weight_1), len(weight_2))
+        grad_x = linear(grad, weight_1.mT, weight_2.mT, None)
+    return grad_x, grad_1, grad_2
+
+
+@linear_grads.register_fake
+def _(grad: Tensor, x: Tensor, weight_1: Tensor, weight_2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return grad.new_empty(x.shape), grad.new_empty(weight_1.shape), grad.new_empty(weight_2.shape)
+
+
+def input_and_weight_grads(
+    wanted: tuple[bool, ...], grad: Tensor, x: Tensor, weight_1: Tensor, weight_2: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x and of both weights that are wanted."""
+    of_x, of_weights = wanted[0], any(wanted[1:3])
+    if of_x and of_weights:
+        return linear_grads(grad, x, weight_1, weight_2)
+    grad_x = linear(grad, weight_1.mT, weight_2.mT, None) if of_x else None
+    grads = weight_grad(grad, x, len(weight_1), len(weight_2)) if of_weights else (None, None)
+    return grad_x, *grads
+
+
 def _setup(ctx, inputs, output) -> None:
     x, weight_1, weight_2, bias = inputs
     ctx.save_for_backward(x, weight_1, weight_2)
@@ -145,14 +174,8 @@ def _setup(ctx, inputs, output) -> None:
 def _backward(ctx, grad: Tensor):
     x, weight_1, weight_2 = ctx.saved_tensors
     grad = grad.contiguous()
-    grad_x = grad_1 = grad_2 = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        grad_x = linear(grad, weight_1.mT, weight_2.mT, None)
-    if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-        grad_1, grad_2 = weight_grad(grad, x, len(weight_1), len(weight_2))
-    if ctx.needs_input_grad[3]:
-        grad_bias = grad[:, : ctx.bias_width].sum(0)
-    return grad_x, grad_1, grad_2, grad_bias
+    grad_bias = grad[:, : ctx.bias_width].sum(0) if ctx.needs_input_grad[3] else None
+    return *input_and_weight_grads(ctx.needs_input_grad, grad, x, weight_1, weight_2), grad_bias
 
 
 linear.register_autograd(_backward, setup_context=_setup)
@@ -162,6 +185,11 @@ linear.register_autograd(_backward, setup_context=_setup)
 def _linear_flops(x, weight_1, weight_2, *_, **__) -> int:
     n1, rows, columns = weight_1
     return 2 * x[0] * (n1 + 8 * weight_2[0]) * rows * columns
+
+
+@register_flop_formula(torch.ops.quickvit.octic_linear_grads)
+def _linear_grads_flops(grad, x, weight_1, weight_2, *_, **__) -> int:
+    return 2 * _linear_flops(x, weight_1, weight_2)
 
 
 @register_flop_formula(torch.ops.quickvit.octic_linear_weight_grad)

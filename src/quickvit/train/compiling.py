@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 Compile = Literal["none", "default", "reduce-overhead", "max-autotune", "blocks"]
+# What our and timm's transformers do before their blocks, beside the modules that they have for it.
+EMBEDDING = ("_embed_crops", "_embed", "_pos_embed")
 
 
 def compile_module(module: nn.Module, mode: Compile, **options: Any) -> None:
@@ -23,6 +25,11 @@ def compile_module(module: nn.Module, mode: Compile, **options: Any) -> None:
         config.recompile_limit = max(config.recompile_limit, 8 + 4 * len(blocks))
         for part in _parts(module) if blocks else [module]:
             part.compile(mode="reduce-overhead", **options)
+        for holder in [part for part in module.modules() if blocks_of(part)]:
+            for name in EMBEDDING:
+                if hasattr(holder, name):
+                    compiled = torch.compile(getattr(holder, name), mode="reduce-overhead", **options)
+                    setattr(holder, name, compiled)
     elif mode != "none":
         module.compile(mode=None if mode == "default" else mode, **options)
 

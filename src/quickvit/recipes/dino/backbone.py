@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quickvit.layers import StandardBlock
 from quickvit.models import QuickVisionTransformer, ViT
-from quickvit.ops.packing import pack, unpack
+from quickvit.ops.packing import Shapes, pack, unpack
 
 
 class CropEncoder(nn.Module):
@@ -40,14 +40,18 @@ class CropEncoder(nn.Module):
         if isinstance(self.vit, QuickVisionTransformer):
             return self.vit.forward_crops(crops, masks, self.stream)
         vit = self.vit
-        batches = [self._embed(vit, images, hidden) for images, hidden in zip(crops, masks, strict=True)]
+        x, shapes = self._embed_crops(vit, crops, masks)
         if not all(isinstance(block, StandardBlock) for block in vit.blocks):
-            return [vit.norm(vit.blocks(x)) for x in batches]
-        x, shapes = pack(batches)
-        x = x.to(self.stream or x.dtype)
+            return [vit.norm(vit.blocks(batch)) for batch in unpack(x, shapes)]
         for block in vit.blocks:
             x = block(x, shapes=shapes)
         return unpack(vit.norm(x), shapes)
+
+    def _embed_crops(
+        self, vit: VisionTransformer, crops: Sequence[Tensor], masks: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Shapes]:
+        x, shapes = pack([self._embed(vit, images, mask) for images, mask in zip(crops, masks, strict=True)])
+        return x.to(self.stream or x.dtype), shapes
 
     def _embed(self, vit: VisionTransformer, images: Tensor, mask: Tensor | None) -> Tensor:
         x = vit.patch_embed(images)
