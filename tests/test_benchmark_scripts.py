@@ -15,6 +15,7 @@ PIECES = re.findall(r'^ +(\w+)\) bench "\$piece" (.*) ;;$', (SCRIPTS / "gpu.sh")
 @pytest.mark.parametrize(("piece", "arguments"), PIECES, ids=[piece for piece, _ in PIECES])
 def test_measurements_can_be_asked_for(piece, arguments):
     arguments = arguments.replace('"${graphs[@]}"', "--compile reduce-overhead --repeats 7")
+    arguments = arguments.replace('"${blocks[@]}"', "--compile blocks --repeats 7")
     arguments = arguments.replace('"${fewer[@]}"', "--depth 8")
     parse(["bench", *shlex.split(arguments), "--out", f"{piece}.json"])
 
