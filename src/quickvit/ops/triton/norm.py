@@ -322,9 +322,8 @@ def _norm_backward(
 
         unit = ()
         weighted = ()
-        line_mean = tl.zeros([4], tl.float32)
-        plane_mean = tl.zeros([2], tl.float32)
-        along = 0.0
+        line_sums = tl.zeros([4, 2], tl.float32)
+        plane_sums = tl.zeros([2, 2], tl.float32)
         before, dgains = dgains, ()
         shifts, dshifts = dshifts, ()
         for t in tl.static_range(len(tiles)):
@@ -339,14 +338,18 @@ def _norm_backward(
             dgains += (before[t] + g * x,)
             w = g * gains[t].to(tl.float32)
             sums, products = tl.reduce((w, w * x), 1, _add_pairs)
+            # Joined, since tiles of two sizes lie in different threads, and each move between them is a barrier.
             if t % 2 == 0:
-                line_mean += sums * (1.0 / M)
+                line_sums += tl.join(sums, products)
             else:
-                plane_mean += sums * (0.5 / M)
-            along += tl.sum(products, axis=0)
+                plane_sums += tl.join(sums, products)
             unit += (x,)
             weighted += (w,)
-        along *= 0.125 / M
+        line_mean, line_along = tl.split(line_sums)
+        plane_mean, plane_along = tl.split(plane_sums)
+        line_mean *= 1.0 / M
+        plane_mean *= 0.5 / M
+        along = (tl.sum(line_along, axis=0) + tl.sum(plane_along, axis=0)) * (0.125 / M)
 
         scale_sums, dscales = dscales, ()
         bias_sums, dbiases = dbiases, ()
