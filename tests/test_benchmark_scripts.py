@@ -1,7 +1,9 @@
 """The scripts in benchmarks/ ask for what the commands have."""
 
 import re
+import runpy
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,24 @@ def test_measurements_can_be_asked_for(piece, arguments):
     arguments = arguments.replace('"${blocks[@]}"', "--compile blocks --repeats 7")
     arguments = arguments.replace('"${fewer[@]}"', "--depth 8")
     parse(["bench", *shlex.split(arguments), "--out", f"{piece}.json"])
+
+
+def test_kernels_of_a_block_are_counted(monkeypatch, capsys):
+    """Of models of 2 and 6 blocks, whose kernels take 10 µs for a block and 5 beside them."""
+    script = runpy.run_path(str(SCRIPTS / "kernels.py"))
+
+    def kernels(family, shape, settings):
+        return Counter(norm=10 * shape.depth + 5, head=7), Counter(norm=2 * shape.depth, head=1)
+
+    monkeypatch.setitem(script["main"].__globals__, "kernels", kernels)
+    monkeypatch.setattr("sys.argv", ["kernels.py", "d8"])
+    script["main"]()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines == [
+        ["10.0", "2.0", "12.0", "together"],
+        ["10.0", "2.0", "5.0", "norm"],
+        ["0.0", "0.0", "7.0", "head"],
+    ]
 
 
 def test_pieces_are_found():

@@ -11,8 +11,7 @@ from quickvit import act_on_image
 from quickvit.bench import BENCHMARKS, Request, Row, run
 from quickvit.bench import models as bench_models
 from quickvit.bench import suite as bench_suite
-from quickvit.bench.dinov2 import HEADS, Remembered, Separate, dinov2_crops
-from quickvit.bench.dinov2 import _step as dinov2_step
+from quickvit.bench.dinov2 import HEADS, Remembered, Separate, dinov2_crops, dinov2_step
 from quickvit.bench.layers import EightBlocks
 from quickvit.bench.memory import LiveStorages, build_and_weigh
 from quickvit.bench.models import VIEWS, EightViews

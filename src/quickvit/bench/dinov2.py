@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +70,7 @@ def bench_dinov2(
     subset = drop_path > SUBSET if drop_path_subset is None else drop_path_subset
     rows = []
     for shape in shapes:
-        build = partial(_step, shape, settings, drop_path=drop_path, drop_path_subset=subset)
+        build = partial(dinov2_step, shape, settings, drop_path=drop_path, drop_path_subset=subset)
         head_work = _head_work(shape, settings)
         packed, apart = [], []
         for name in competitors(families):
@@ -80,7 +79,7 @@ def bench_dinov2(
             if separate:
                 several = partial(build, name, Separate)
                 apart.append(Case(f"{name}, a pass per size", several, steps, settings.batch))
-        without = partial(_step, replace(shape, depth=1), settings, BASELINE, Remembered)
+        without = partial(dinov2_step, replace(shape, depth=1), settings, BASELINE, Remembered)
         heads = Case(HEADS, without, head_work, settings.batch)
         label = f"{shape.label} dinov2"
         outcomes = measure([*packed, *apart, heads], settings, label)
@@ -100,7 +99,16 @@ def dinov2_crops(shape: Shape) -> list[tuple[int, Shape]]:
     return crops
 
 
-def _step(shape: Shape, settings: Settings, name: str, encoder: type[CropEncoder], **options: Any) -> Job:
+def dinov2_step(
+    shape: Shape,
+    settings: Settings,
+    name: str,
+    encoder: type[CropEncoder] = CropEncoder,
+    *,
+    drop_path: float = IMAGENET["drop_path"],
+    drop_path_subset: bool = True,
+) -> Job:
+    """A step of a family or of the baseline, its modules compiled as the settings say."""
     config = Dinov2Config(
         Variant(name, shape.size, shape.patch).name,
         data="",
@@ -109,7 +117,8 @@ def _step(shape: Shape, settings: Settings, name: str, encoder: type[CropEncoder
         batch_size=settings.batch,
         model_args={"depth": shape.blocks},
         precision="bf16" if settings.dtype == torch.bfloat16 else "float32",
-        **options,
+        drop_path=drop_path,
+        drop_path_subset=drop_path_subset,
     )
     with torch.device(settings.device):
         recipe = Dinov2(resolve(config, settings.device))
