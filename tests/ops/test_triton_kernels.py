@@ -16,6 +16,7 @@ from some_rows import rows_at  # noqa: E402
 from quickvit.group import Layout  # noqa: E402
 from quickvit.ops import attention as operators  # noqa: E402
 from quickvit.ops import norm as norm_operators  # noqa: E402
+from quickvit.ops import precision  # noqa: E402
 from quickvit.ops.packing import Shapes, attend, pack, unpack  # noqa: E402
 from quickvit.ops.triton import attention, convert, gelu, heads, norm, weight_gradient, whole_head  # noqa: E402
 
@@ -616,3 +617,14 @@ def test_tensors_in_another_dtype(number, before, after):
     for ours, source in zip(found, tensors, strict=True):
         assert torch.equal(ours, source.to(after))
         assert ours.dtype == after
+
+
+def test_gradients_of_tensors_in_another_dtype() -> None:
+    """They come back in the dtype of the tensors; one that was not used has none."""
+    tensors = [draw(i, 3, 5).requires_grad_() for i in range(3)]
+    found = precision._convert(tensors, torch.float16)
+    weights = [draw(7 + i, 3, 5).half() for i in range(2)]
+    sum((x * w).sum() for x, w in zip(found, weights, strict=False)).backward()
+    for tensor, weight in zip(tensors, weights, strict=False):
+        assert torch.equal(tensor.grad, weight.float())
+    assert tensors[2].grad is None or not tensors[2].grad.any()

@@ -30,7 +30,8 @@ def autocast_weights(*weights: Tensor) -> tuple[Tensor, ...]:
     dtype = product_dtype(weights[0].device)
     if dtype is None or is_plain() or not (torch.compiler.is_compiling() and weights[0].is_cuda):
         return weights
-    if any(w.dtype != torch.float32 for w in weights):
+    # Together with one that is trained, a frozen weight would be given a gradient.
+    if any(w.dtype != torch.float32 for w in weights) or len({w.requires_grad for w in weights}) > 1:
         return tuple(_cast(w, dtype) for w in weights)
     return tuple(_convert([*weights], dtype))
 
