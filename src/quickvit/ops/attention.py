@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from quickvit.group import D8, DihedralGroup, Layout
 from quickvit.ops import hopper
 from quickvit.ops.backend import fused, needs_grad
-from quickvit.ops.linear import input_and_weight_grads
+from quickvit.ops.linear import all_grads
 from quickvit.ops.operator import closed_operator, fused_operator, kernels, open_operator
 from quickvit.ops.packing import Shapes, attend, pack, unpack
 from quickvit.ops.precision import autocast
@@ -221,7 +221,7 @@ def _split_setup(ctx, inputs, output):
 
 def _split_backward(ctx, features):
     grad = _split_heads_grad(features, *ctx.saved_tensors, ctx.heads, ctx.channels, ctx.lengths)
-    grad_bias = None if ctx.bias_width is None else grad[:, : ctx.bias_width].sum(0)
+    grad_bias = grad[:, : ctx.bias_width].sum(0) if ctx.needs_input_grad[1] else None
     return grad, grad_bias, None, None, None, None
 
 
@@ -322,7 +322,8 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, grad, _):
     qkv, bias, out, lse = ctx.saved_tensors
     grad_qkv = _attention_grad(grad, qkv, bias, out, lse, *ctx.sizes)
-    return grad_qkv, None if bias is None else grad_qkv[:, : bias.shape[0]].sum(0), None, None, None
+    grad_bias = grad_qkv[:, : bias.shape[0]].sum(0) if ctx.needs_input_grad[1] else None
+    return grad_qkv, grad_bias, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_setup)
@@ -379,18 +380,14 @@ def _self_setup(ctx, inputs, output):
     ctx.save_for_backward(x, weight_1, weight_2, out, qkv, lse)
     ctx.mark_non_differentiable(qkv, lse)
     ctx.set_materialize_grads(False)
-    ctx.bias = None if bias is None else (bias.shape[0], bias.dtype)
+    ctx.bias_dtype = x.dtype if bias is None else bias.dtype
 
 
 def _self_backward(ctx, grad, *_):
     x, weight_1, weight_2, out, qkv, lse = ctx.saved_tensors
     grad_qkv = _qkv_grad(grad, qkv, out, lse, *ctx.sizes)
-    grad_bias = None
-    if ctx.needs_input_grad[3]:
-        width, dtype = ctx.bias
-        grad_bias = grad_qkv[:, :width].sum(0).to(dtype)
-    grads = input_and_weight_grads(ctx.needs_input_grad, grad_qkv, x, weight_1, weight_2)
-    return *grads, grad_bias, None, None, None
+    grads = all_grads(ctx.needs_input_grad, grad_qkv, x, weight_1, weight_2, ctx.bias_dtype)
+    return *grads, None, None, None
 
 
 _self_attention.register_autograd(_self_backward, setup_context=_self_setup)
