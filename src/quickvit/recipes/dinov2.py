@@ -456,9 +456,10 @@ class Dinov2(Recipe):
             teacher_classes, patches = hidden.of(*self.modules["teacher"]([global_views]))
             teacher = self._compare("teacher_head", (images, views), teacher_classes, patches)
             temperature = torch.full((), self._temperature(step), dtype=self.dtype, device=masks.device)
+            taught, unseen, _ = teacher.parts()
             shifts = (
-                targets.shift(teacher.classes.flatten(0, 1), "class", temperature, self.world),
-                targets.shift(teacher.patches, "patch", temperature, self.world, hidden.counted),
+                targets.shift(taught.flatten(0, 1), "class", temperature, self.world),
+                targets.shift(unseen, "patch", temperature, self.world, hidden.counted),
             )
 
         crops = [global_views]
@@ -489,10 +490,7 @@ class Dinov2(Recipe):
 
     def _compare(self, name: str, shape: tuple[int, int], *tokens: Tensor) -> Logits:
         """Class tokens of images and views, of hidden patches and of local views through a head, at once."""
-        logits: Tensor = self.modules[name](torch.cat(tokens))
-        classes, patches, *local = logits.split([len(part) for part in tokens])
-        classes = classes.unflatten(0, shape)
-        return Logits(classes, patches, local[0].unflatten(0, (shape[0], -1)) if local else classes[:, :0])
+        return Logits(self.modules[name](torch.cat(tokens)), shape, len(tokens[1]))
 
     @property
     def _targets(self) -> Targets:

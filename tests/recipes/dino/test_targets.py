@@ -174,45 +174,57 @@ def test_use_of_prototypes():
 # ---------------------------------------------------------------------- the student
 
 
+def logits(classes, patches, local):
+    return Logits(
+        torch.cat([classes.flatten(0, 1), patches, local.flatten(0, 1)]), classes.shape[:2], len(patches)
+    )
+
+
+@pytest.mark.parametrize("local_views", [0, 3])
+def test_parts_of_logits(local_views):
+    given = normal(2, 2, 5, seed=3), normal(4, 5, seed=4), normal(2, local_views, 5, seed=5)
+    for part, expected in zip(logits(*given).parts(), given, strict=True):
+        assert torch.equal(part, expected)
+
+
 @pytest.mark.parametrize("centering", ["softmax", "sinkhorn", "none"])
 def test_a_student_is_compared_with_the_targets(centering):
     """Pair by pair in plain loops, on logits of which some patches do not count."""
     targets = Targets(5, centering, torch.float64)
     targets.class_center.copy_(normal(5, seed=1))
     targets.patch_center.copy_(normal(5, seed=2))
-    student = Logits(normal(2, 2, 5, seed=3), normal(4, 5, seed=4), normal(2, 3, 5, seed=5))
-    teacher = Logits(normal(2, 2, 5, seed=6), normal(4, 5, seed=7), normal(2, 0, 5))
+    student = logits(normal(2, 2, 5, seed=3), normal(4, 5, seed=4), normal(2, 3, 5, seed=5))
+    teacher = logits(normal(2, 2, 5, seed=6), normal(4, 5, seed=7), normal(2, 0, 5))
+    views, guesses, local = student.parts()
+    taught, hidden, _ = teacher.parts()
     counted, weights = torch.tensor([True, True, True, False]), torch.tensor([0.5, 0.5, 1.0, 0.0]).double()
     shifts = (
-        targets.shift(teacher.classes.flatten(0, 1), "class", 0.3, ALONE),
-        targets.shift(teacher.patches, "patch", 0.3, ALONE, counted),
+        targets.shift(taught.flatten(0, 1), "class", 0.3, ALONE),
+        targets.shift(hidden, "patch", 0.3, ALONE, counted),
     )
     found = targets(student, teacher, shifts, 0.3, weights, counted)
 
     def entropy(logits, target):
         return -(target * (logits / 0.1).log_softmax(-1)).sum()
 
-    classes = assign(teacher.classes, shifts[0], 0.3)
+    classes = assign(taught, shifts[0], 0.3)
     pairs = [
         entropy(logits, classes[image, view])
         for image in range(2)
         for view in range(2)
-        for logits in (student.classes[image, 1 - view], *student.local[image])
+        for logits in (views[image, 1 - view], *local[image])
     ]
     close(found.dino, sum(pairs) / len(pairs))
-    patches = assign(teacher.patches, shifts[1], 0.3)
-    close(
-        found.ibot,
-        sum(w * entropy(s, t) for w, s, t in zip(weights, student.patches, patches, strict=True)) / 4,
-    )
+    patches = assign(hidden, shifts[1], 0.3)
+    close(found.ibot, sum(w * entropy(s, t) for w, s, t in zip(weights, guesses, patches, strict=True)) / 4)
     first, second = classes[:, 0], classes[:, 1]
     same = [
-        student.classes[:, 0].argmax(-1) == second.argmax(-1),
-        student.classes[:, 1].argmax(-1) == first.argmax(-1),
+        views[:, 0].argmax(-1) == second.argmax(-1),
+        views[:, 1].argmax(-1) == first.argmax(-1),
     ]
     close(found.agreement, torch.stack(same).double().mean())
     close(found.target_entropy, -(classes * classes.log()).sum(-1).mean() / math.log(5))
-    close(found.seen[5:10], teacher.patches[:3].sum(0))
+    close(found.seen[5:10], hidden[:3].sum(0))
     assert found.seen[-2:].tolist() == [4, 3]
 
 
@@ -220,18 +232,17 @@ def test_compiled_it_is_the_same():
     """As one graph, with gradients, whatever the temperature."""
     torch.compiler.reset()
     targets = Targets(7, "softmax")
-    teacher = Logits(*(normal(*shape, 7).float() for shape in ((2, 2), (4,), (2, 0))))
+    teacher = logits(*(normal(*shape, 7).float() for shape in ((2, 2), (4,), (2, 0))))
     shifts = torch.zeros(7), torch.ones(7)
     compiled = torch.compile(targets, fullgraph=True, backend="aot_eager")
     for temperature in (0.1, 0.2, 0.3):
         given = shifts, torch.tensor(temperature), torch.ones(4), torch.ones(4, dtype=torch.bool)
         results = []
         for function in (compiled, targets):
-            student = Logits(
-                *(normal(*shape, 7, seed=1).float().requires_grad_() for shape in ((2, 2), (4,), (2, 3)))
-            )
+            student = logits(*(normal(*shape, 7, seed=1).float() for shape in ((2, 2), (4,), (2, 3))))
+            student.rows.requires_grad_()
             found = function(student, teacher, *given)
             (found.dino + found.ibot).backward()
-            results.append([*found, *(part.grad for part in student)])
+            results.append([*found, student.rows.grad])
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b)

@@ -64,11 +64,22 @@ def sinkhorn(
 
 
 class Logits(NamedTuple):
-    """Of B images: classes [B, G, K] of global views, patches [n, K] that were hidden, local [B, L, K] views."""
+    """Of class tokens of V views of B images, of hidden patches, and of class tokens of local views: rows [n, K].
 
-    classes: Tensor
-    patches: Tensor
-    local: Tensor
+    shape: B and V. hidden: how many patches. They stay in one piece until they are compared, since so does their
+    gradient, which is hundreds of megabytes.
+    """
+
+    rows: Tensor
+    shape: tuple[int, int]
+    hidden: int
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of classes [B, V, K], of patches [hidden, K] and of local views [B, L, K]."""
+        images, views = self.shape
+        local = len(self.rows) - images * views - self.hidden
+        classes, patches, rest = self.rows.split([images * views, self.hidden, local])
+        return classes.unflatten(0, self.shape), patches, rest.unflatten(0, (images, local // images))
 
 
 class Comparison(NamedTuple):
@@ -143,14 +154,16 @@ class Targets(nn.Module):
         piece, since compiled it need not be written to memory.
         """
         with torch.no_grad():
-            classes = assign(teacher.classes, shifts[0], temperature)
-            patches = assign(teacher.patches, shifts[1], temperature)
-            seen = sums(teacher.classes.flatten(0, 1), classes.flatten(0, 1), teacher.patches, counted)
+            taught, hidden, _ = teacher.parts()
+            classes = assign(taught, shifts[0], temperature)
+            patches = assign(hidden, shifts[1], temperature)
+            seen = sums(taught.flatten(0, 1), classes.flatten(0, 1), hidden, counted)
+        found, guessed, local = student.parts()
         return Comparison(
-            dino_loss(student.classes, student.local, classes),
-            ibot_loss(student.patches, patches, weights, teacher.classes.shape[:2].numel()),
+            dino_loss(found, local, classes),
+            ibot_loss(guessed, patches, weights, taught.shape[:2].numel()),
             target_entropy(classes),
-            agreement(student.classes, classes),
+            agreement(found, classes),
             seen.to(self.usage.dtype),
         )
 
