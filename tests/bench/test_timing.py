@@ -160,3 +160,11 @@ def test_modules_are_compiled_as_asked(monkeypatch):
     shared = {"fullgraph": True, "dynamic": False}
     graphs = [{**shared, "mode": "reduce-overhead"}, "step"]
     assert seen == [{**shared, "mode": None}, *graphs, *graphs]
+
+
+@pytest.mark.parametrize(
+    ("device", "ms", "calls"), [("cuda", 1000.0, 5), ("cuda", 1.0, 50), ("cpu", 1000.0, 1)]
+)
+def test_samples_on_a_gpu_have_several_calls_however_long(device, ms, calls):
+    given = settings(device=torch.device(device))
+    assert timing._prepare(case("job"), given, lambda job, number: ms)[1] == calls

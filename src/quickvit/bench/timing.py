@@ -30,7 +30,7 @@ Clock = Callable[[Job, int], float]
 # A sample is this long, so that the launch of its first call does not count.
 SAMPLE_MS = 50.0
 MAX_CALLS = 100
-# On a GPU at least so many calls, however long: for a moment after lighter work its clock is higher than it stays.
+# On a GPU at least so many calls, however long: its clock follows the load, also that of the job before.
 MIN_CALLS = 5
 CEILING_REPEATS = 5
 
