@@ -78,9 +78,11 @@ def launch(length, width, number, hidden):
         out, lse = attention.attention_forward(qkv, qkv_bias, number, shapes)
         attention.attention_backward(out, qkv, qkv_bias, out, lse, number, shapes)
     else:
-        heads.to_packed(heads.to_heads(qkv, number, 3, qkv_bias, shapes), 3)
+        heads.to_packed(heads.to_heads(qkv, number, 3, qkv_bias, shapes[0], 0), qkv, 0)
+        heads.copy_rows(x, x, 0)
     if whole_head.takes(length, dim, x.device):
         whole_head.attention_whole_head(qkv, qkv_bias, number, shapes)
+        whole_head.gradient_of_batch(x, qkv, qkv_bias, qkv, number, (1, 37), 0)
     for grad, source in ((qkv, x), (x, x), (features, x), (x, features)):
         if weight_gradient.takes(grad, source):
             weight_gradient.weight_gradient(grad, source)

@@ -380,24 +380,38 @@ def test_heads(
     columns = head_columns(head_count, c, parts)
     # The last token is a batch of its own.
     shapes = ((1, tokens - 1), (1, 1))
-    features = heads.to_heads(packed, head_count, parts, None, shapes)
-    assert [feature.shape[:2] for feature in features] == [shape for shape in shapes for _ in range(parts)]
-    for i, column in enumerate(columns):
-        assert torch.equal(torch.cat(features[i::parts], dim=1)[0], packed[:, column])
-    assert torch.equal(heads.to_packed(features, parts), packed)
+    again = torch.empty(packed.shape, dtype=dtype, device=DEVICE)
+    origin = 0
+    for number, length in shapes:
+        features = heads.to_heads(packed, head_count, parts, None, (number, length), origin)
+        assert [feature.shape[:2] for feature in features] == [(number, length)] * parts
+        for feature, column in zip(features, columns, strict=True):
+            assert torch.equal(feature.flatten(0, 1), packed[origin : origin + number * length, column])
+        heads.to_packed(features, again, origin)
+        origin += number * length
+    assert torch.equal(again, packed)
 
     bias = draw(1, parts * m)
     expected = add_invariant(packed.double(), bias.double())
-    features = heads.to_heads(packed, head_count, parts, bias, ((tokens, 1),))
+    features = heads.to_heads(packed, head_count, parts, bias, (tokens, 1), 0)
     for feature, column in zip(features, columns, strict=True):
         assert feature.dtype == dtype
         assert_near(feature[:, 0], expected[:, column], dtype)
 
 
 def test_heads_of_no_tokens() -> None:
-    features = heads.to_heads(draw(0, 0, 240), 1, 3, None, ((0, 5),))
+    features = heads.to_heads(draw(0, 0, 240), 1, 3, None, (0, 5), 0)
     assert [feature.shape for feature in features] == [(0, 5, 1, 80)] * 3
-    assert heads.to_packed(features, 3).shape == (0, 240)
+    heads.to_packed(features, draw(0, 0, 240), 0)
+
+
+@pytest.mark.parametrize("origin", [0, 3])
+def test_rows_are_copied_to_their_place(origin: int) -> None:
+    rows, packed = draw(0, 60, 80), draw(1, 70, 80)
+    expected = packed.clone()
+    expected[origin : origin + 60] = rows
+    heads.copy_rows(rows, packed, origin)
+    assert torch.equal(packed, expected)
 
 
 # --- attention
@@ -522,6 +536,32 @@ def test_attention_of_whole_heads(shapes: Shapes, heads: int, with_bias: bool, d
     assert_near(out, expected, dtype, ulps=8 if dtype == torch.float32 else 2)
 
 
+@pytest.mark.parametrize("dtype", MATRIX_DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("number", "length", "heads"), [(2, 1, 2), (3, 5, 1), (2, 37, 3), (1, 64, 1)])
+def test_gradients_of_whole_heads(
+    number: int, length: int, heads: int, with_bias: bool, dtype: torch.dtype
+) -> None:
+    """Of a batch that has other tokens before and behind it, which stay as they are."""
+    m, tokens, origin = 10 * heads, number * length, 3
+    qkv = draw(0, origin + tokens + 2, 24 * m, dtype=dtype)
+    dout, bias = draw(1, tokens, 8 * m, dtype=dtype), draw(2, 3 * m) if with_bias else None
+    own = slice(origin, origin + tokens)
+    qkv64, bias64 = exact(qkv[own], bias)
+    out64, _ = attention_definition(qkv64, bias64, heads, ((number, length),))
+    out64.backward(dout.double())
+
+    out = whole_head.attention_of_batch(qkv, bias, heads, (number, length), origin)
+    assert_near(out, out64, dtype, ulps=8 if dtype == torch.float32 else 2)
+    dqkv = torch.zeros_like(qkv)
+    whole_head.gradient_of_batch(dout, qkv, bias, dqkv, heads, (number, length), origin)
+    assert_near(dqkv[own], qkv64.grad, dtype, ulps=32 if dtype == torch.float32 else 4)
+    assert not dqkv[:origin].any()
+    assert not dqkv[origin + tokens :].any()
+    if bias is not None:
+        assert_near(dqkv[:, : 3 * m].double().sum(0), bias64.grad, dtype, ulps=32)
+
+
 def test_attention_of_whole_heads_has_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device(DEVICE)
     assert not whole_head.takes(257, 104, device)
@@ -531,15 +571,24 @@ def test_attention_of_whole_heads_has_its_limits(monkeypatch: pytest.MonkeyPatch
     assert whole_head.attention_whole_head(draw(0, 0, 240), None, 1, ((0, 5),)).shape == (0, 80)
 
 
-def test_batches_pass_through_heads_and_back() -> None:
-    """The operators around `scaled_dot_product_attention`, which take and give the batches apart: their gradients."""
-    shapes, heads, layout = ((2, 5), (3, 2)), 2, Layout(480)
+@pytest.mark.parametrize("limit", [0, 2, 4, 5])
+def test_batches_pass_through_heads_and_back(limit: int) -> None:
+    """The operators around `scaled_dot_product_attention`, which take and give the batches apart: their gradients.
+
+    Batches up to the limit pass it by.
+    """
+    shapes, heads, layout = ((2, 5), (3, 2), (0, 3)), 2, Layout(480)
     qkv, bias, dout = draw(0, 16, 480), draw(1, 60), draw(2, 16, 160)
 
     def through_heads(qkv: Tensor, bias: Tensor) -> Tensor:
         numbers, lengths = ([*sizes] for sizes in zip(*shapes, strict=True))
-        features = operators._split_heads(qkv, bias, heads, numbers, lengths)
-        return operators._merge_heads([attend(*features[:3]), attend(*features[3:])])
+        features = iter(operators._split_heads(qkv, bias, heads, numbers, lengths, limit))
+        results = []
+        for length in lengths:
+            count = 1 if length <= limit else 3
+            some = [next(features) for _ in range(count)]
+            results.append(some[0] if count == 1 else attend(*some))
+        return operators._merge_heads(results)
 
     def definition(qkv: Tensor, bias: Tensor) -> Tensor:
         return operators.definition(qkv, heads, layout, bias, shapes=shapes)

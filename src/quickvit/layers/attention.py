@@ -56,5 +56,5 @@ class OcticAttention(nn.Module):
         dropout = self.attn_drop if self.training else 0.0
         if not dropout and takes_self_attention(x, self.num_heads, self.qkv.out_layout.group):
             return octic_self_attention(x, *weights, self.qkv.bias, self.num_heads, shapes=shapes)
-        qkv, bias = self.qkv.deferred(x, weights)
+        qkv, bias = self.qkv.product(x, weights)
         return octic_attention(qkv, self.num_heads, self.qkv.out_layout, bias, shapes=shapes, dropout=dropout)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from quickvit.group import D8, DihedralGroup, Layout
 from quickvit.ops import octic_linear
 from quickvit.ops.backend import fused
+from quickvit.ops.linear import octic_product
 from quickvit.ops.precision import autocast_weights
 
 STANDARD_STD = 0.02
@@ -58,6 +59,12 @@ class OcticLinear(nn.Module):
         if fused(x, self.in_layout.group):
             return octic_linear(x, *(weights or self.weights)), self.bias
         return self(x, weights), None
+
+    def product(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor | None]:
+        """As `deferred`, for next steps that would have to sum up the gradient of the bias in a pass of its own."""
+        if self.bias is not None and fused(x, self.in_layout.group):
+            return octic_product(x, *weights, self.bias)
+        return self.deferred(x, weights)
 
     def forward(self, x: Tensor, weights: Weights | None = None) -> Tensor:
         """Map a packed tensor [..., C] to [..., F]; of `weights` see `weights_of`."""

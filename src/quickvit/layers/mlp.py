@@ -38,5 +38,5 @@ class OcticMlp(nn.Module):
         dropout = self.training and self.drop1.p
         if not dropout and takes_mlp(x, self.group, *self.parameters()):
             return octic_mlp(x, *up, self.fc1.bias, *down, overwrite=overwrite), self.fc2.bias
-        hidden, bias = self.fc1.deferred(x, up)
+        hidden, bias = self.fc1.product(x, up)
         return self.fc2.deferred(self.drop1(octic_gelu(hidden, bias, self.group, overwrite=True)), down)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from quickvit.group import D8, DihedralGroup, Layout
 from quickvit.ops import hopper
 from quickvit.ops.backend import fused, needs_grad
-from quickvit.ops.linear import input_and_weight_grads
+from quickvit.ops.linear import all_grads
 from quickvit.ops.operator import closed_operator, fused_operator, kernels, open_operator
 from quickvit.ops.packing import Shapes, attend, pack, unpack
 from quickvit.ops.precision import autocast
@@ -52,9 +52,14 @@ def octic_attention(
         return _attention(qkv, bias, heads, numbers, lengths)[0]
     if not dropout and _fits_whole_heads(qkv, bias, heads, max(lengths)):
         return _whole_heads(qkv, bias, heads, numbers, lengths)
-    features = _split_heads(qkv, bias, heads, numbers, lengths)
-    batches = zip(features[::3], features[1::3], features[2::3], strict=True)
-    return _merge_heads([attend(q, k, v, dropout=dropout) for q, k, v in batches])
+    limit = 0 if dropout else _short(qkv, heads)
+    features = iter(_split_heads(qkv, bias, heads, numbers, lengths, limit))
+    results = []
+    for length in lengths:
+        first = next(features)
+        short = length <= limit
+        results.append(first if short else attend(first, next(features), next(features), dropout=dropout))
+    return _merge_heads(results)
 
 
 def takes_self_attention(x: Tensor, heads: int, group: DihedralGroup) -> bool:
@@ -129,79 +134,144 @@ def _whole_heads(
     return attention_whole_head(qkv.contiguous(), bias, heads, _shapes(numbers, lengths))
 
 
+def _short(qkv: Tensor, heads: int) -> int:
+    """Up to how many tokens sequences are taken by a kernel that keeps a whole head and has gradients."""
+    from quickvit.ops.triton.whole_head import SHORT, takes
+
+    fits = qkv.element_size() == 2 and takes(SHORT, qkv.shape[-1] // (3 * heads), qkv.device)
+    return SHORT if fits else 0
+
+
 @open_operator("octic_split_heads")
 def _split_heads(
-    qkv: Tensor, bias: Tensor | None, heads: int, numbers: list[int], lengths: list[int]
+    qkv: Tensor, bias: Tensor | None, heads: int, numbers: list[int], lengths: list[int], limit: int
 ) -> list[Tensor]:
-    """q, k and v [B, N, H, D] of each batch in turn."""
+    """Of each batch in turn q, k and v [B, N, H, D]; of those up to `limit` tokens long the result [B N, C]."""
     from quickvit.ops.triton.heads import to_heads
+    from quickvit.ops.triton.whole_head import attention_of_batch
 
-    return to_heads(qkv.contiguous(), heads, 3, bias, _shapes(numbers, lengths))
+    qkv = qkv.contiguous()
+    features: list[Tensor] = []
+    origin = 0
+    for number, length in _shapes(numbers, lengths):
+        if length <= limit:
+            features.append(attention_of_batch(qkv, bias, heads, (number, length), origin))
+        else:
+            features += to_heads(qkv, heads, 3, bias, (number, length), origin)
+        origin += number * length
+    return features
 
 
 @_split_heads.register_fake
-def _(qkv, bias, heads, numbers, lengths):
-    return _fake_heads(qkv, heads, 3, numbers, lengths)
+def _(qkv, bias, heads, numbers, lengths, limit):
+    features = []
+    for number, length in _shapes(numbers, lengths):
+        if length <= limit:
+            features.append(qkv.new_empty(number * length, qkv.shape[1] // 3))
+        else:
+            size = number, length, heads, qkv.shape[1] // (3 * heads)
+            features += [qkv.new_empty(size) for _ in range(3)]
+    return features
 
 
 @open_operator("octic_split_heads_grad")
-def _split_heads_grad(features: list[Tensor]) -> Tensor:
+def _split_heads_grad(
+    features: list[Tensor],
+    qkv: Tensor | None,
+    bias: Tensor | None,
+    heads: int,
+    channels: int,
+    lengths: list[int],
+) -> Tensor:
+    """The gradient of qkv [T, 3C] from those of the features, of which short batches have one and others three."""
     from quickvit.ops.triton.heads import to_packed
+    from quickvit.ops.triton.whole_head import gradient_of_batch
 
-    return to_packed([x.contiguous() for x in features], 3)
+    left = [x.contiguous() for x in features]
+    tokens = _tokens(features, 3)
+    grad = torch.empty((tokens, 3 * channels), dtype=left[0].dtype, device=left[0].device)
+    origin = 0
+    for length in lengths:
+        if left[0].ndim == 2:
+            rows = left.pop(0)
+            shape = len(rows) // max(length, 1), length
+            assert qkv is not None
+            gradient_of_batch(rows, qkv.contiguous(), bias, grad, heads, shape, origin)
+            origin += len(rows)
+        else:
+            batch, left = left[:3], left[3:]
+            to_packed(batch, grad, origin)
+            origin += batch[0].shape[0] * batch[0].shape[1]
+    return grad
 
 
 @_split_heads_grad.register_fake
-def _(features):
-    return _fake_packed(features, 3)
+def _(features, qkv, bias, heads, channels, lengths):
+    return features[0].new_empty(_tokens(features, 3), 3 * channels)
 
 
 def _split_setup(ctx, inputs, output):
-    _, bias, *_ = inputs
+    qkv, bias, ctx.heads, _, ctx.lengths, limit = inputs
+    ctx.channels = qkv.shape[1] // 3
+    # Only the gradients of short batches ask what q, k and v were.
+    short = any(length <= limit for length in ctx.lengths)
+    ctx.save_for_backward(*((qkv, bias) if short else (None, None)))
     ctx.bias_width = None if bias is None else bias.shape[0]
 
 
 def _split_backward(ctx, features):
-    grad = _split_heads_grad(features)
-    return grad, None if ctx.bias_width is None else grad[:, : ctx.bias_width].sum(0), None, None, None
+    grad = _split_heads_grad(features, *ctx.saved_tensors, ctx.heads, ctx.channels, ctx.lengths)
+    grad_bias = grad[:, : ctx.bias_width].sum(0) if ctx.needs_input_grad[1] else None
+    return grad, grad_bias, None, None, None, None
 
 
 _split_heads.register_autograd(_split_backward, setup_context=_split_setup)
 
 
 @open_operator("octic_merge_heads")
-def _merge_heads(features: list[Tensor]) -> Tensor:
-    """The results [B, N, H, D] of all batches as packed channels."""
-    from quickvit.ops.triton.heads import to_packed
+def _merge_heads(results: list[Tensor]) -> Tensor:
+    """The results of all batches, [B, N, H, D] or packed already [B N, C], as packed channels."""
+    from quickvit.ops.triton.heads import copy_rows, to_packed
 
-    return to_packed([x.contiguous() for x in features], 1)
+    x = results[0]
+    out = torch.empty((_tokens(results, 1), _channels(x)), dtype=x.dtype, device=x.device)
+    origin = 0
+    for result in results:
+        if result.ndim == 2:
+            copy_rows(result.contiguous(), out, origin)
+        else:
+            to_packed([result.contiguous()], out, origin)
+        origin += _tokens([result], 1)
+    return out
 
 
 @_merge_heads.register_fake
-def _(features):
-    return _fake_packed(features, 1)
+def _(results):
+    return results[0].new_empty(_tokens(results, 1), _channels(results[0]))
 
 
 @open_operator("octic_merge_heads_grad")
-def _merge_heads_grad(grad: Tensor, heads: int, numbers: list[int], lengths: list[int]) -> list[Tensor]:
+def _merge_heads_grad(grad: Tensor, heads: int, number: int, length: int) -> Tensor:
+    """The gradient of a batch's result, packed [B N, C], in heads [B, N, H, D]."""
     from quickvit.ops.triton.heads import to_heads
 
-    return to_heads(grad.contiguous(), heads, 1, None, _shapes(numbers, lengths))
+    return to_heads(grad.contiguous(), heads, 1, None, (number, length), 0)[0]
 
 
 @_merge_heads_grad.register_fake
-def _(grad, heads, numbers, lengths):
-    return _fake_heads(grad, heads, 1, numbers, lengths)
+def _(grad, heads, number, length):
+    return grad.new_empty(number, length, heads, grad.shape[1] // heads)
 
 
 def _merge_setup(ctx, inputs, output):
-    (features,) = inputs
-    ctx.heads = features[0].shape[2]
-    ctx.numbers, ctx.lengths = [x.shape[0] for x in features], [x.shape[1] for x in features]
+    (results,) = inputs
+    ctx.shapes = [tuple(x.shape) for x in results]
 
 
 def _merge_backward(ctx, grad):
-    return _merge_heads_grad(grad, ctx.heads, ctx.numbers, ctx.lengths)
+    packed = [shape[0] if len(shape) == 2 else shape[0] * shape[1] for shape in ctx.shapes]
+    parts = zip(grad.split(packed), ctx.shapes, strict=True)
+    return [x if len(shape) == 2 else _merge_heads_grad(x, shape[2], *shape[:2]) for x, shape in parts]
 
 
 _merge_heads.register_autograd(_merge_backward, setup_context=_merge_setup)
@@ -252,7 +322,8 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, grad, _):
     qkv, bias, out, lse = ctx.saved_tensors
     grad_qkv = _attention_grad(grad, qkv, bias, out, lse, *ctx.sizes)
-    return grad_qkv, None if bias is None else grad_qkv[:, : bias.shape[0]].sum(0), None, None, None
+    grad_bias = grad_qkv[:, : bias.shape[0]].sum(0) if ctx.needs_input_grad[1] else None
+    return grad_qkv, grad_bias, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_setup)
@@ -309,18 +380,14 @@ def _self_setup(ctx, inputs, output):
     ctx.save_for_backward(x, weight_1, weight_2, out, qkv, lse)
     ctx.mark_non_differentiable(qkv, lse)
     ctx.set_materialize_grads(False)
-    ctx.bias = None if bias is None else (bias.shape[0], bias.dtype)
+    ctx.bias_dtype = x.dtype if bias is None else bias.dtype
 
 
 def _self_backward(ctx, grad, *_):
     x, weight_1, weight_2, out, qkv, lse = ctx.saved_tensors
     grad_qkv = _qkv_grad(grad, qkv, out, lse, *ctx.sizes)
-    grad_bias = None
-    if ctx.needs_input_grad[3]:
-        width, dtype = ctx.bias
-        grad_bias = grad_qkv[:, :width].sum(0).to(dtype)
-    grads = input_and_weight_grads(ctx.needs_input_grad, grad_qkv, x, weight_1, weight_2)
-    return *grads, grad_bias, None, None, None
+    grads = all_grads(ctx.needs_input_grad, grad_qkv, x, weight_1, weight_2, ctx.bias_dtype)
+    return *grads, None, None, None
 
 
 _self_attention.register_autograd(_self_backward, setup_context=_self_setup)
@@ -330,15 +397,14 @@ def _shapes(numbers: list[int], lengths: list[int]) -> Shapes:
     return tuple(zip(numbers, lengths, strict=True))
 
 
-def _fake_heads(packed, heads, parts, numbers, lengths):
-    dim = packed.shape[1] // (parts * heads)
-    shapes = _shapes(numbers, lengths)
-    return [packed.new_empty(*shape, heads, dim) for shape in shapes for _ in range(parts)]
+def _tokens(features: list[Tensor], parts: int) -> int:
+    """How many tokens batches have, of `parts` features [B, N, H, D] each, or one [B N, C]."""
+    heads = sum(x.shape[0] * x.shape[1] for x in features if x.ndim == 4)
+    return heads // parts + sum(x.shape[0] for x in features if x.ndim == 2)
 
 
-def _fake_packed(features, parts):
-    tokens = sum(x.shape[0] * x.shape[1] for x in features) // parts
-    return features[0].new_empty(tokens, parts * features[0].shape[2] * features[0].shape[3])
+def _channels(x: Tensor) -> int:
+    return x.shape[1] if x.ndim == 2 else x.shape[2] * x.shape[3]
 
 
 _ops = torch.ops.quickvit
@@ -347,6 +413,23 @@ _ops = torch.ops.quickvit
 @register_flop_formula([_ops.octic_attention, _ops.octic_attention_cpu, _ops.octic_whole_heads])
 def _attention_flops(qkv, bias, heads, numbers, lengths, **__):
     return 4 * _pairs(numbers, lengths) * (qkv[1] // 3)
+
+
+@register_flop_formula(_ops.octic_split_heads)
+def _split_heads_flops(qkv, bias, heads, numbers, lengths, limit, **__):
+    short = [(number, length) for number, length in _shapes(numbers, lengths) if length <= limit]
+    return 4 * sum(number * length**2 for number, length in short) * (qkv[1] // 3)
+
+
+@register_flop_formula(_ops.octic_split_heads_grad)
+def _split_heads_grad_flops(features, qkv, bias, heads, channels, lengths, **__):
+    left, pairs = [*features], 0
+    for length in lengths:
+        first = left[0]
+        if len(first) == 2:
+            pairs += first[0] * length
+        del left[: 1 if len(first) == 2 else 3]
+    return 10 * pairs * channels
 
 
 @register_flop_formula(_ops.octic_self_attention)

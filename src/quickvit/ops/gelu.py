@@ -84,7 +84,7 @@ def _fused_setup(ctx, inputs, output) -> None:
 def _fused_backward(ctx, grad: Tensor):
     x, bias = ctx.saved_tensors
     grad_x = _fused_gelu_grad(grad, x, bias)
-    return grad_x, None if bias is None else grad_x[:, : bias.shape[0]].sum(0)
+    return grad_x, grad_x[:, : bias.shape[0]].sum(0) if ctx.needs_input_grad[1] else None
 
 
 _fused_gelu.register_autograd(_fused_backward, setup_context=_fused_setup)
@@ -177,7 +177,7 @@ def _setup(ctx, inputs, output) -> None:
 def _backward(ctx, grad: Tensor):
     x, bias = ctx.saved_tensors
     grad_x = _gelu_grad(grad, x, bias, ctx.order)
-    return grad_x, None if bias is None else grad_x[:, : bias.shape[0]].sum(0), None
+    return grad_x, grad_x[:, : bias.shape[0]].sum(0) if ctx.needs_input_grad[1] else None, None
 
 
 _gelu.register_autograd(_backward, setup_context=_setup)

@@ -32,6 +32,16 @@ def octic_linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | N
     return y.unflatten(0, x.shape[:-1])
 
 
+def octic_product(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The map without its bias, for a next step that adds it, and the bias without a gradient for that step.
+
+    The gradient of the result is also the bias's, which is computed beside those of the weights. Where kernels are.
+    """
+    x, weight_1, weight_2 = autocast(x, weight_1, weight_2)
+    y: Tensor = _product(x.flatten(0, -2), weight_1, weight_2, bias)
+    return y.unflatten(0, x.shape[:-1]), bias.detach()
+
+
 def definition(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same map in standard operators."""
     n1, _, width = weight_1.shape
@@ -138,50 +148,71 @@ def _(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Tensor]:
 
 @closed_operator("octic_linear_grads")
 def linear_grads(
-    grad: Tensor, x: Tensor, weight_1: Tensor, weight_2: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and of both weights, from that of the result."""
-    with side_by_side(grad.device, 1) as branch:
-        with branch:
+    grad: Tensor, x: Tensor, weight_1: Tensor, weight_2: Tensor, biased: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, of both weights and of a bias of some dtype, empty without one, from that of the result."""
+    with side_by_side(grad.device, 1) as one, side_by_side(grad.device, 2) as other:
+        with one:
             grad_1, grad_2 = weight_grad(grad, x, len(weight_1), len(weight_2))
+        grad_bias = grad.new_empty(0, dtype=dtype)
+        if biased:
+            with other:
+                grad_bias = _bias_grad(grad, weight_1.shape[1], dtype)
         grad_x = linear(grad, weight_1.mT, weight_2.mT, None)
-    return grad_x, grad_1, grad_2
+    return grad_x, grad_1, grad_2, grad_bias
 
 
 @linear_grads.register_fake
-def _(grad: Tensor, x: Tensor, weight_1: Tensor, weight_2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return grad.new_empty(x.shape), grad.new_empty(weight_1.shape), grad.new_empty(weight_2.shape)
+def _(grad, x, weight_1, weight_2, biased, dtype):
+    bias = grad.new_empty(weight_1.shape[1] if biased else 0, dtype=dtype)
+    return grad.new_empty(x.shape), grad.new_empty(weight_1.shape), grad.new_empty(weight_2.shape), bias
 
 
-def input_and_weight_grads(
-    wanted: tuple[bool, ...], grad: Tensor, x: Tensor, weight_1: Tensor, weight_2: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x and of both weights that are wanted."""
-    of_x, of_weights = wanted[0], any(wanted[1:3])
+def all_grads(
+    wanted: tuple[bool, ...], grad: Tensor, x: Tensor, weight_1: Tensor, weight_2: Tensor, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, of both weights and of a bias of this dtype that are wanted."""
+    of_x, of_weights, of_bias = wanted[0], any(wanted[1:3]), wanted[3]
     if of_x and of_weights:
-        return linear_grads(grad, x, weight_1, weight_2)
+        *grads, grad_bias = linear_grads(grad, x, weight_1, weight_2, of_bias, dtype)
+        return *grads, grad_bias if of_bias else None
     grad_x = linear(grad, weight_1.mT, weight_2.mT, None) if of_x else None
     grads = weight_grad(grad, x, len(weight_1), len(weight_2)) if of_weights else (None, None)
-    return grad_x, *grads
+    return grad_x, *grads, _bias_grad(grad, weight_1.shape[1], dtype) if of_bias else None
+
+
+def _bias_grad(grad: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    return grad[:, :width].sum(0, dtype=dtype)
 
 
 def _setup(ctx, inputs, output) -> None:
     x, weight_1, weight_2, bias = inputs
     ctx.save_for_backward(x, weight_1, weight_2)
-    ctx.bias_width = None if bias is None else bias.shape[0]
+    ctx.bias_dtype = x.dtype if bias is None else bias.dtype
 
 
 def _backward(ctx, grad: Tensor):
     x, weight_1, weight_2 = ctx.saved_tensors
-    grad = grad.contiguous()
-    grad_bias = grad[:, : ctx.bias_width].sum(0) if ctx.needs_input_grad[3] else None
-    return *input_and_weight_grads(ctx.needs_input_grad, grad, x, weight_1, weight_2), grad_bias
+    return all_grads(ctx.needs_input_grad, grad.contiguous(), x, weight_1, weight_2, ctx.bias_dtype)
 
 
 linear.register_autograd(_backward, setup_context=_setup)
 
 
-@register_flop_formula(torch.ops.quickvit.octic_linear)
+@closed_operator("octic_product")
+def _product(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor) -> Tensor:
+    return linear(x, weight_1, weight_2, None)
+
+
+@_product.register_fake
+def _(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight_1.shape[1] * (len(weight_1) + 4 * len(weight_2)))
+
+
+_product.register_autograd(_backward, setup_context=_setup)
+
+
+@register_flop_formula([torch.ops.quickvit.octic_linear, torch.ops.quickvit.octic_product])
 def _linear_flops(x, weight_1, weight_2, *_, **__) -> int:
     n1, rows, columns = weight_1
     return 2 * x[0] * (n1 + 8 * weight_2[0]) * rows * columns

@@ -12,13 +12,11 @@ aligned, so that an instruction of a warp meets few lines of the cache on either
 """
 
 import math
-from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 
-from quickvit.ops.packing import Shapes, places
 from quickvit.ops.tiles import tile
 from quickvit.ops.triton.launch import traced
 
@@ -195,40 +193,51 @@ def _grid(kernel: str, x: torch.Tensor, tokens: int, m: int, c: int) -> tuple[tu
 
 
 def to_heads(
-    packed: torch.Tensor, heads: int, parts: int, bias: torch.Tensor | None, shapes: Shapes
+    packed: torch.Tensor,
+    heads: int,
+    parts: int,
+    bias: torch.Tensor | None,
+    shape: tuple[int, int],
+    origin: int,
 ) -> list[torch.Tensor]:
-    """The `parts` features of packed[T, parts · C] as [B, N, H, D] for each batch in turn.
+    """The `parts` features [B, N, H, D] of a batch that begins at token `origin` of packed[T, parts · C].
 
     The A1 bias[parts · C/8] is added.
     """
-    m = packed.shape[1] // (8 * parts)
-    sizes = [(*shape, heads, 8 * m // heads) for shape in shapes for _ in range(parts)]
-    features = [torch.empty(size, dtype=packed.dtype, device=packed.device) for size in sizes]
-    with torch.cuda.device_of(packed):
-        for batch, origin, tokens in _batches(features, parts):
+    m, tokens = packed.shape[1] // (8 * parts), shape[0] * shape[1]
+    size = (*shape, heads, 8 * m // heads)
+    features = [torch.empty(size, dtype=packed.dtype, device=packed.device) for _ in range(parts)]
+    if tokens:
+        with torch.cuda.device_of(packed):
             grid, meta = _grid("to heads", packed, tokens, m, m // heads)
-            traced(_to_heads)[grid](packed, bias, *batch, origin, tokens, **meta)
+            traced(_to_heads)[grid](packed, bias, *_three(features), origin, tokens, **meta)
     return features
 
 
-def to_packed(features: list[torch.Tensor], parts: int) -> torch.Tensor:
-    """The inverse of `to_heads`: features [B, N, H, D] of each batch in turn to packed[T, parts · C]."""
+def to_packed(features: list[torch.Tensor], packed: torch.Tensor, origin: int) -> None:
+    """The inverse: features [B, N, H, D] of a batch written to packed[T, parts · C], from token `origin` on."""
     x = features[0]
-    heads, dim = x.shape[2:]
-    total = sum(tokens for _, _, tokens in _batches(features, parts))
-    packed = torch.empty((total, parts * heads * dim), dtype=x.dtype, device=x.device)
-    with torch.cuda.device_of(x):
-        for batch, origin, tokens in _batches(features, parts):
+    tokens, heads, dim = x.shape[0] * x.shape[1], *x.shape[2:]
+    if tokens:
+        with torch.cuda.device_of(x):
             grid, meta = _grid("to packed", x, tokens, heads * dim // 8, dim // 8)
-            traced(_to_packed)[grid](*batch, packed, origin, tokens, **meta)
-    return packed
+            traced(_to_packed)[grid](*_three(features), packed, origin, tokens, **meta)
 
 
-def _batches(
-    features: list[torch.Tensor], parts: int
-) -> Iterator[tuple[list[torch.Tensor | None], int, int]]:
-    """The features of each batch that has tokens, as kernels take them, its first token and their number."""
-    batches = [features[i : i + parts] for i in range(0, len(features), parts) if features[i].numel()]
-    shapes = tuple((batch[0].shape[0], batch[0].shape[1]) for batch in batches)
-    for batch, (origin, number, length) in zip(batches, places(shapes), strict=True):
-        yield [*batch, *[None] * (3 - parts)], origin, number * length
+def _three(features: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    return [*features, *[None] * (3 - len(features))]
+
+
+@triton.jit(do_not_specialize=["first", "size"])
+def _copy_entries(source, target, first, size, BLOCK: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + first + entry, tl.load(source + entry, mask=entry < size), mask=entry < size)
+
+
+def copy_rows(rows: torch.Tensor, packed: torch.Tensor, origin: int) -> None:
+    """Rows [n, C] written to packed[T, C], from token `origin` on."""
+    if rows.numel():
+        with torch.cuda.device_of(rows):
+            traced(_copy_entries)[(triton.cdiv(rows.numel(), 4096),)](
+                rows, packed, origin * rows.shape[1], rows.numel(), BLOCK=4096
+            )

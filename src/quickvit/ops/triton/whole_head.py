@@ -6,6 +6,9 @@ The layout is that of `attention.py`, but c need not be 8 or 16. Pieces of ten e
 time, so what counts is to read them once: a program loads all keys and values of its head, keeps them in shared
 memory and steps through the queries. They come in WHOLE segments of STEP rows and a masked TAIL. A head's vector is
 a tile of DIM entries and one of REST (80 = 64 + 16).
+
+There are gradients for up to SHORT tokens, of which a program holds all scores at once. It computes them anew, so
+nothing but qkv is kept for them.
 """
 
 import math
@@ -25,6 +28,9 @@ PARTS: dict[int, tuple[int, int]] = {80: (64, 16)}
 TILE: tuple[int, int, int, int] = (64, 64, 4, 2)
 # More keys and values than these do not fit into shared memory twice, for two programs at a time.
 MAX_TOKENS = 272
+# Tokens of sequences that have gradients; warps for those.
+SHORT = 64
+GRADIENT_TILE: tuple[int] = (8,)
 # What a program needs where products cannot read their operands there, as Hopper's do; some GPUs have less.
 SHARED_BYTES = 101_504
 
@@ -85,12 +91,13 @@ def _attend(q, keys, values, exists, SCALE: tl.constexpr):
     return total, sums
 
 
-@triton.jit(do_not_specialize=["origin", "N"])
+@triton.jit(do_not_specialize=["origin", "place", "N"])
 def _attention_whole_head(
     qkv,
     bias,
     out,
     origin,
+    place,
     N,
     HEADS: tl.constexpr,
     c: tl.constexpr,
@@ -102,20 +109,20 @@ def _attention_whole_head(
     WHOLE: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """All queries of one head, BLOCK at a time, against all keys."""
+    """All queries of one head, BLOCK at a time, against all keys; a batch begins at token `place` of the result."""
     C: tl.constexpr = 8 * c * HEADS
     SCALE: tl.constexpr = _LOG2E / (8 * c) ** 0.5
     head = tl.program_id(0) % HEADS
-    sequence = origin + (tl.program_id(0) // HEADS).to(tl.int64) * N
-    tokens = qkv + sequence * (3 * C)
+    sequence = (tl.program_id(0) // HEADS).to(tl.int64) * N
+    tokens = qkv + (origin + sequence) * (3 * C)
 
     keys = ()
     values = ()
     exists = None
     for segment in tl.static_range(WHOLE):
-        place = segment * STEP + tl.arange(0, STEP)
-        keys += (_load(tokens, place, None, head, 1, HEADS, c, DIM, REST, VECTOR),)
-        values += (_load(tokens, place, None, head, 2, HEADS, c, DIM, REST, VECTOR),)
+        these = segment * STEP + tl.arange(0, STEP)
+        keys += (_load(tokens, these, None, head, 1, HEADS, c, DIM, REST, VECTOR),)
+        values += (_load(tokens, these, None, head, 2, HEADS, c, DIM, REST, VECTOR),)
     if TAIL > 0:
         last = WHOLE * STEP + tl.arange(0, TAIL)
         exists = last < N
@@ -134,7 +141,7 @@ def _attention_whole_head(
         rest = sums[1] / total[:, None]
         if bias is not None:
             first += head_bias(bias, head, 2, HEADS, c, DIM)
-        line = out + sequence * C + row[:, None] * C
+        line = out + (place + sequence) * C + row[:, None] * C
         dtype: tl.constexpr = out.dtype.element_ty
         tl.store(
             line + head_columns(head, 0, 1, HEADS, c, 0, DIM, VECTOR), first.to(dtype), mask=inside[:, None]
@@ -142,6 +149,91 @@ def _attention_whole_head(
         tl.store(
             line + head_columns(head, 0, 1, HEADS, c, DIM, REST, VECTOR), rest.to(dtype), mask=inside[:, None]
         )
+
+
+@triton.jit
+def _store(
+    line,
+    values,
+    inside,
+    head,
+    PART: tl.constexpr,
+    HEADS: tl.constexpr,
+    c: tl.constexpr,
+    DIM: tl.constexpr,
+    REST: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Rows of the gradient of q, k or v, in two parts as `_load` gives them."""
+    dtype: tl.constexpr = line.dtype.element_ty
+    first = line + head_columns(head, PART, 3, HEADS, c, 0, DIM, VECTOR)
+    last = line + head_columns(head, PART, 3, HEADS, c, DIM, REST, VECTOR)
+    tl.store(first, values[0].to(dtype), mask=inside[:, None])
+    tl.store(last, values[1].to(dtype), mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["origin", "N"])
+def _gradient_whole_head(
+    dout,
+    qkv,
+    bias,
+    dqkv,
+    origin,
+    N,
+    HEADS: tl.constexpr,
+    c: tl.constexpr,
+    DIM: tl.constexpr,
+    REST: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The gradient of all q, k and v of one head, from that of the batch's result, dout.
+
+    With weights P = softmax(S), S = q kᵀ / √D:    dP = do vᵀ,    dS = P (dP - Σ_j P dP),    dv = Pᵀ do,
+    dq = dS k / √D,    dk = dSᵀ q / √D.
+    """
+    C: tl.constexpr = 8 * c * HEADS
+    SCALE: tl.constexpr = 1 / (8 * c) ** 0.5
+    head = tl.program_id(0) % HEADS
+    sequence = (tl.program_id(0) // HEADS).to(tl.int64) * N
+    tokens = qkv + (origin + sequence) * (3 * C)
+    row = tl.arange(0, ROWS)
+    inside = row < N
+
+    q = _load(tokens, row, inside, head, 0, HEADS, c, DIM, REST, VECTOR)
+    k = _load(tokens, row, inside, head, 1, HEADS, c, DIM, REST, VECTOR)
+    v = _load(tokens, row, inside, head, 2, HEADS, c, DIM, REST, VECTOR)
+    line = dout + sequence * C + row[:, None] * C
+    do = (
+        tl.load(line + head_columns(head, 0, 1, HEADS, c, 0, DIM, VECTOR), mask=inside[:, None], other=0.0),
+        tl.load(
+            line + head_columns(head, 0, 1, HEADS, c, DIM, REST, VECTOR), mask=inside[:, None], other=0.0
+        ),
+    )
+    if bias is not None:
+        biased = q[0].to(tl.float32) + head_bias(bias, head, 0, HEADS, c, DIM)
+        q = biased.to(q[0].dtype), q[1]
+
+    score = tl.dot(q[0], tl.trans(k[0]))
+    score = tl.dot(q[1], tl.trans(k[1]), score)
+    score = tl.where(inside[None, :], score, -float("inf"))
+    score -= tl.max(score, axis=1)[:, None]
+    weight = tl.math.exp2(score * (SCALE * _LOG2E))
+    weight /= tl.sum(weight, axis=1)[:, None]
+    slope = tl.dot(do[0], tl.trans(v[0]))
+    slope = tl.dot(do[1], tl.trans(v[1]), slope)
+    slope = weight * (slope - tl.sum(weight * slope, axis=1)[:, None]) * SCALE
+
+    share, slope = weight.to(v[0].dtype), slope.to(v[0].dtype)
+    line = dqkv + (origin + sequence) * (3 * C) + row[:, None] * (3 * C)
+    dq = tl.dot(slope, k[0]), tl.dot(slope, k[1])
+    _store(line, dq, inside, head, 0, HEADS, c, DIM, REST, VECTOR)
+    turned = tl.trans(slope)
+    dk = tl.dot(turned, q[0]), tl.dot(turned, q[1])
+    _store(line, dk, inside, head, 1, HEADS, c, DIM, REST, VECTOR)
+    turned = tl.trans(share)
+    dv = tl.dot(turned, do[0]), tl.dot(turned, do[1])
+    _store(line, dv, inside, head, 2, HEADS, c, DIM, REST, VECTOR)
 
 
 def takes(tokens: int, dim: int, device: torch.device) -> bool:
@@ -153,30 +245,86 @@ def attention_whole_head(
     qkv: torch.Tensor, bias: torch.Tensor | None, heads: int, shapes: Shapes
 ) -> torch.Tensor:
     """Attention over packed qkv[T, 3C] with the A1 bias[3C/8] of q, k, v, in sequences of these shapes: o[T, C]."""
-    width = qkv.shape[1]
-    size = width // (3 * heads)
-    out = torch.empty((qkv.shape[0], width // 3), dtype=qkv.dtype, device=qkv.device)
-    dim, rest = PARTS[size]
-    with torch.cuda.device_of(qkv):
-        for origin, number, length in places(shapes):
-            block, step, warps, stages = tile("whole heads", (size, length), qkv.device, TILE)
-            left = length % step
-            traced(_attention_whole_head)[(number * heads,)](
-                qkv,
-                bias,
-                out,
-                origin,
-                length,
-                HEADS=heads,
-                c=size // 8,
-                DIM=dim,
-                REST=rest,
-                VECTOR=math.gcd(size // 8, 16 // qkv.element_size()),
-                BLOCK=block,
-                STEP=step,
-                WHOLE=length // step,
-                TAIL=max(16, triton.next_power_of_2(left)) if left else 0,
-                num_warps=warps,
-                num_stages=stages,
-            )
+    out = torch.empty((qkv.shape[0], qkv.shape[1] // 3), dtype=qkv.dtype, device=qkv.device)
+    for origin, number, length in places(shapes):
+        _launch(qkv, bias, out, heads, (number, length), origin, origin)
     return out
+
+
+def attention_of_batch(
+    qkv: torch.Tensor, bias: torch.Tensor | None, heads: int, shape: tuple[int, int], origin: int
+) -> torch.Tensor:
+    """The same for one batch, which begins at token `origin`: o[B N, C]."""
+    out = torch.empty((shape[0] * shape[1], qkv.shape[1] // 3), dtype=qkv.dtype, device=qkv.device)
+    _launch(qkv, bias, out, heads, shape, origin, 0)
+    return out
+
+
+def _launch(
+    qkv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    heads: int,
+    shape: tuple[int, int],
+    origin: int,
+    place: int,
+) -> None:
+    number, length = shape
+    if not number * length:
+        return
+    meta = _vectors(qkv, heads)
+    block, step, warps, stages = tile("whole heads", (8 * meta["c"], length), qkv.device, TILE)
+    left = length % step
+    with torch.cuda.device_of(qkv):
+        traced(_attention_whole_head)[(number * heads,)](
+            qkv,
+            bias,
+            out,
+            origin,
+            place,
+            length,
+            **meta,
+            BLOCK=block,
+            STEP=step,
+            WHOLE=length // step,
+            TAIL=max(16, triton.next_power_of_2(left)) if left else 0,
+            num_warps=warps,
+            num_stages=stages,
+        )
+
+
+def gradient_of_batch(
+    dout: torch.Tensor,
+    qkv: torch.Tensor,
+    bias: torch.Tensor | None,
+    dqkv: torch.Tensor,
+    heads: int,
+    shape: tuple[int, int],
+    origin: int,
+) -> None:
+    """The gradient of `attention_of_batch` from dout[B N, C], written to the same tokens of dqkv[T, 3C]."""
+    number, length = shape
+    if not number * length:
+        return
+    meta = _vectors(qkv, heads)
+    (warps,) = tile("whole heads gradient", (8 * meta["c"], length), qkv.device, GRADIENT_TILE)
+    with torch.cuda.device_of(qkv):
+        traced(_gradient_whole_head)[(number * heads,)](
+            dout,
+            qkv,
+            bias,
+            dqkv,
+            origin,
+            length,
+            **meta,
+            ROWS=max(16, triton.next_power_of_2(length)),
+            num_warps=warps,
+        )
+
+
+def _vectors(qkv: torch.Tensor, heads: int) -> dict[str, int]:
+    """How vectors of heads lie in packed channels."""
+    size = qkv.shape[1] // (3 * heads)
+    dim, rest = PARTS[size]
+    vector = math.gcd(size // 8, 16 // qkv.element_size())
+    return {"HEADS": heads, "c": size // 8, "DIM": dim, "REST": rest, "VECTOR": vector}
