@@ -86,6 +86,7 @@ def launch(length, width, number, hidden):
     for grad, source in ((qkv, x), (x, x), (features, x), (x, features)):
         if weight_gradient.takes(grad, source):
             weight_gradient.weight_gradient(grad, source)
+    weight_gradient.bias_gradient(qkv, 3 * m, torch.float32)
 
 
 def compiled(kernel, args, kwargs, capability):

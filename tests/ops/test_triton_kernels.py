@@ -643,6 +643,16 @@ def test_weight_gradient(
     assert all(torch.equal(a, b) for a, b in zip(again, (weight_1, weight_2), strict=True))
 
 
+@pytest.mark.parametrize("dtype", MATRIX_DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 8), (33, 130), (2500, 60)])
+def test_bias_gradient(tokens: int, width: int, dtype: torch.dtype) -> None:
+    grad = draw(0, tokens, 8 * width + 8, dtype=dtype)[:, : 8 * width]
+    found = weight_gradient.bias_gradient(grad, width, torch.float32)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), grad[:, :width].double().sum(0), rtol=1e-5, atol=1e-4)
+    assert weight_gradient.bias_gradient(grad, width, dtype).dtype == dtype
+
+
 def test_weight_gradient_of_no_tokens() -> None:
     weight_1, weight_2 = weight_gradient.weight_gradient(draw(0, 0, 64), draw(1, 0, 128))
     assert weight_1.shape == (4, 8, 16)

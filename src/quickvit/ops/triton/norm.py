@@ -46,7 +46,8 @@ BACKWARD_TILES: dict[int, tuple[int, int, int]] = {
 # Exceptions for streams in single precision, as autocast has them, of just these widths: registers are scarcer.
 WIDE_BACKWARD_TILES: dict[int, tuple[int, int, int]] = {
     1024: (4, 2, 3),
-    1280: (2, 4, 1),
+    1280: (2, 2, 3),
+    2048: (4, 2, 3),
 }
 # Rows and columns per step, warps: the sum over programs of the partial parameter gradients.
 REDUCTION_TILE: tuple[int, int, int] = (512, 8, 4)

@@ -1,4 +1,4 @@
-"""Weight gradients of the octic linear map, all blocks in one launch.
+"""Weight gradients of the octic linear map, all blocks in one launch, and those of its bias.
 
     dW_ρ = Σ_t g_t x_tᵀ,    for E summed over both components
 
@@ -28,6 +28,8 @@ TILE: Tile = (128, 128, 0, 64, 4, 3, 2)
 TILES: dict[int, Tile] = {128: (128, 128, 0, 64, 4, 4, 1), 160: (128, 128, 32, 64, 4, 3, 2)}
 # Slices and entries per step, warps: the sum over slices.
 SUM_TILE: tuple[int, int, int] = (8, 512, 4)
+# Tokens per step, columns, most slices, warps: the sum over tokens, of which the bias has its gradient.
+BIAS_TILE: tuple[int, int, int, int] = (32, 128, 64, 4)
 
 
 @triton.jit
@@ -142,6 +144,19 @@ def _sum_slices(
     tl.store(weight_2 + (place - 4 * SIZE), value, mask=in_plane)
 
 
+@triton.jit(do_not_specialize=["T"])
+def _column_sums(x, partial, T, stride, WIDTH: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr):
+    """Σ_t x_t over every so-manieth step of tokens, some columns, to partial[slices, WIDTH]."""
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([STEP, COLUMNS], tl.float32)
+    for first in range(part * STEP, T, parts * STEP):
+        token = first + tl.arange(0, STEP)
+        mask = (token < T)[:, None] & (column < WIDTH)[None, :]
+        total += tl.load(x + token.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    tl.store(partial + part * WIDTH + column, tl.sum(total, axis=0), mask=column < WIDTH)
+
+
 def takes(grad: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether this is the fastest way known for grad[T, F] and x[T, C] of D8, and there is room for it."""
     narrower = min(grad.shape[1], x.shape[1]) // 8
@@ -211,3 +226,22 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, 
             num_warps=sum_warps,
         )
     return weight_1, weight_2
+
+
+def bias_gradient(grad: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """The sum over all tokens of the first `width` columns of grad[T, F], in a fixed order."""
+    step, columns, most, warps = BIAS_TILE
+    slices = max(1, min(triton.cdiv(grad.shape[0], step), most))
+    partial = torch.empty((slices, width), dtype=torch.float32, device=grad.device)
+    with torch.cuda.device_of(grad):
+        traced(_column_sums)[(slices, triton.cdiv(width, columns))](
+            grad,
+            partial,
+            grad.shape[0],
+            grad.stride(0),
+            WIDTH=width,
+            STEP=step,
+            COLUMNS=columns,
+            num_warps=warps,
+        )
+    return partial.sum(0, dtype=dtype)

@@ -30,7 +30,7 @@ TILE: tuple[int, int, int, int] = (64, 64, 4, 2)
 MAX_TOKENS = 272
 # Tokens of sequences that have gradients; warps for those.
 SHORT = 64
-GRADIENT_TILE: tuple[int] = (8,)
+GRADIENT_TILE: tuple[int] = (4,)
 # What a program needs where products cannot read their operands there, as Hopper's do; some GPUs have less.
 SHARED_BYTES = 101_504
 
