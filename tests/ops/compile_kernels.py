@@ -79,7 +79,6 @@ def launch(length, width, number, hidden):
         attention.attention_backward(out, qkv, qkv_bias, out, lse, number, shapes)
     else:
         heads.to_packed(heads.to_heads(qkv, number, 3, qkv_bias, shapes[0], 0), qkv, 0)
-        heads.copy_rows(x, x, 0)
     if whole_head.takes(length, dim, x.device):
         whole_head.attention_whole_head(qkv, qkv_bias, number, shapes)
         whole_head.gradient_of_batch(x, qkv, qkv_bias, qkv, number, (1, 37), 0)
@@ -127,11 +126,14 @@ class Compiler(Recorder):
 def hopper(limit):
     """The bytes of the kernels that are for Hopper alone."""
     from quickvit.ops.triton import hopper as kernels
+    from quickvit.ops.triton import hopper_attention as with_heads
     from quickvit.ops.triton import hopper_gelu as with_gelu
 
     triton.runtime.driver.set_active(Driver())
     kernels._octic_linear = Compiler(kernels._octic_linear)
     with_gelu._linear_gelu = Compiler(with_gelu._linear_gelu)
+    with_heads._attention = Compiler(with_heads._attention)
+    with_heads._attention_gradient = Compiler(with_heads._attention_gradient)
     kernels.shared_memory = lambda device: limit
     kernels.multiprocessors = with_gelu.multiprocessors = lambda device: 132
     LAUNCHES.clear()
@@ -146,6 +148,12 @@ def hopper(limit):
             if width == 1024:
                 with_gelu.linear_gelu(x, one, two, torch.empty(f), y)
                 with_gelu.linear_gelu(x, one, two, None, y)
+    for tokens in (257, 197):
+        q, packed = (
+            torch.empty(shape, dtype=torch.bfloat16) for shape in ((1, tokens, 16, 80), (tokens, 1280))
+        )
+        logs = with_heads.attention_forward(q, q, q, packed, 0)
+        with_heads.attention_backward(q, q, q, q, packed, logs, packed, 0)
     return [(kernel.metadata.name, kernel.metadata.shared) for kernel in LAUNCHES]
 
 

@@ -51,6 +51,9 @@ class Memory:
     def index(self, i):
         return Memory(self.data[i])
 
+    def slice(self, start, length):
+        return Memory(self.data[start : start + length])
+
     def permute(self, order):
         return Memory(self.data.permute(order))
 
@@ -127,6 +130,11 @@ class Warps(threading.local):
         self.products, self.stores = [], []
 
 
+def where(condition, one, other):
+    """Of values or numbers."""
+    return torch.where(condition, torch.as_tensor(one), torch.as_tensor(other))
+
+
 def multiply_add(a, b, c):
     """a b + c."""
     return a * b + c
@@ -153,13 +161,27 @@ class Program:
                 store=self.store_values,
                 allocate_shared_memory=self.allocate,
                 warp_specialize=self.warp_specialize,
+                full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+                cast=lambda value, dtype: value,
+                convert_layout=lambda value, layout: value,
+                where=where,
+                maximum=torch.maximum,
+                max=torch.amax,
+                sum=torch.sum,
+                exp2=torch.exp2,
+                log2=torch.log2,
+                max_contiguous=lambda value, count: value,
+                multiple_of=lambda value, count: value,
                 fma=multiply_add,
                 SliceLayout=lambda *_: None,
                 BlockedLayout=lambda *_: None,
+                SwizzledSharedLayout=lambda *_: None,
                 NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None),
                 constexpr=None,
             ),
-            "tl": SimpleNamespace(fma=multiply_add, math=SimpleNamespace(exp2=torch.exp2, rsqrt=torch.rsqrt)),
+            "tl": SimpleNamespace(
+                fma=multiply_add, where=where, math=SimpleNamespace(exp2=torch.exp2, rsqrt=torch.rsqrt)
+            ),
             "_tanh": torch.tanh,
             "mbarrier": SimpleNamespace(
                 MBarrierLayout=lambda: None,
@@ -171,6 +193,7 @@ class Program:
             "tma": SimpleNamespace(store_wait=self.store_wait),
             "fence_async_shared": lambda: None,
             "warpgroup_mma": self.multiply,
+            "warpgroup_mma_init": lambda value: value,
             "warpgroup_mma_wait": self.wait_for_products,
             "_view": Memory.view,
             "_load": self.load,
@@ -222,7 +245,7 @@ class Program:
             there, here = boxes.inside(corner)
             boxes.tensor[there] = memory.data[here]
 
-    def multiply(self, a, b, total, use_acc, is_async):
+    def multiply(self, a, b, total, use_acc=True, is_async=False):
         assert is_async
         product = Product(a, b, total if use_acc else None)
         self.warps.products.append(product)

@@ -30,6 +30,7 @@ OPERATORS = [
     "attention",
     "self-attention",
     "packed attention",
+    "attention of whole heads",
 ]
 
 
@@ -81,6 +82,12 @@ def cases(width, heads, tokens, dtype):
     def attend_packed(qkv, bias):
         return attention.octic_attention(qkv.flatten(0, 1), heads, qkv_layout, bias, shapes=shapes)
 
+    def attend_heads(qkv, bias):
+        if not hopper.takes_attention(qkv, width // heads, tokens):
+            pytest.skip("there is no kernel for this")
+        numbers, lengths = ([*sizes] for sizes in zip(*shapes, strict=True))
+        return attention._head_attention(qkv.flatten(0, 1), bias, heads, numbers, lengths)[0]
+
     x = randn(2, tokens, width)
     return {
         "linear": (
@@ -116,6 +123,11 @@ def cases(width, heads, tokens, dtype):
         ),
         "packed attention": (
             attend_packed,
+            plain()(attend_packed),
+            [randn(2, tokens, 3 * width), randn(3 * m)],
+        ),
+        "attention of whole heads": (
+            attend_heads,
             plain()(attend_packed),
             [randn(2, tokens, 3 * width), randn(3 * m)],
         ),

@@ -10,6 +10,8 @@ the shapes as two lists: each batch has its place in the one result, and in the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -22,8 +24,8 @@ from quickvit.ops.operator import closed_operator, fused_operator, kernels, open
 from quickvit.ops.packing import Shapes, attend, pack, unpack
 from quickvit.ops.precision import autocast
 
-# Entries of x from which on `octic_self_attention` is taken: those of 42 images at L/16.
-SELF_ATTENTION_ENTRIES = 2**23
+# Entries of a feature from which on kernels are taken that Python needs long to launch: those of 42 images at L/16.
+MANY_ENTRIES = 2**23
 
 
 def octic_attention(
@@ -50,16 +52,13 @@ def octic_attention(
     numbers, lengths = ([*sizes] for sizes in zip(*shapes, strict=True))
     if not dropout and _reads_packed(qkv, heads):
         return _attention(qkv, bias, heads, numbers, lengths)[0]
+    if not dropout and _takes_heads(qkv, heads, max(lengths)):
+        return _head_attention(qkv, bias, heads, numbers, lengths)[0]
     if not dropout and _fits_whole_heads(qkv, bias, heads, max(lengths)):
         return _whole_heads(qkv, bias, heads, numbers, lengths)
-    limit = 0 if dropout else _short(qkv, heads)
-    features = iter(_split_heads(qkv, bias, heads, numbers, lengths, limit))
-    results = []
-    for length in lengths:
-        first = next(features)
-        short = length <= limit
-        results.append(first if short else attend(first, next(features), next(features), dropout=dropout))
-    return _merge_heads(results)
+    features = _split_heads(qkv, bias, heads, numbers, lengths)
+    batches = zip(features[::3], features[1::3], features[2::3], strict=True)
+    return _merge_heads([attend(q, k, v, dropout=dropout) for q, k, v in batches])
 
 
 def takes_self_attention(x: Tensor, heads: int, group: DihedralGroup) -> bool:
@@ -70,8 +69,7 @@ def takes_self_attention(x: Tensor, heads: int, group: DihedralGroup) -> bool:
     channels = x.shape[-1]
     if not fused(x, group) or channels != 64 * heads or not hopper.takes(x, 3 * channels):
         return False
-    # Which is not asked of an exported model: it would be for as many images as its example.
-    return not torch.compiler.is_exporting() and x.numel() >= SELF_ATTENTION_ENTRIES
+    return _are_many(x.numel())
 
 
 def octic_self_attention(
@@ -117,6 +115,17 @@ def _reads_packed(qkv: Tensor, heads: int) -> bool:
     return qkv.element_size() == 2 and qkv.shape[-1] // (3 * D8.order * heads) in (8, 16)
 
 
+def _takes_heads(qkv: Tensor, heads: int, longest: int) -> bool:
+    """Whether the kernels for Hopper take these heads; as for `takes_self_attention`, if there are many features."""
+    dim = qkv.shape[-1] // (3 * heads)
+    return _are_many(qkv.numel() // 3) and hopper.takes_attention(qkv, dim, longest)
+
+
+def _are_many(entries: int) -> bool:
+    # Which is not asked of an exported model: it would be for as many images as its example.
+    return not torch.compiler.is_exporting() and entries >= MANY_ENTRIES
+
+
 def _fits_whole_heads(qkv: Tensor, bias: Tensor | None, heads: int, longest: int) -> bool:
     """Whether the kernel that keeps a head's keys and values takes these; it has no gradient."""
     from quickvit.ops.triton.whole_head import takes
@@ -134,144 +143,93 @@ def _whole_heads(
     return attention_whole_head(qkv.contiguous(), bias, heads, _shapes(numbers, lengths))
 
 
-def _short(qkv: Tensor, heads: int) -> int:
-    """Up to how many tokens sequences are taken by a kernel that keeps a whole head and has gradients."""
-    from quickvit.ops.triton.whole_head import SHORT, takes
-
-    fits = qkv.element_size() == 2 and takes(SHORT, qkv.shape[-1] // (3 * heads), qkv.device)
-    return SHORT if fits else 0
-
-
 @open_operator("octic_split_heads")
 def _split_heads(
-    qkv: Tensor, bias: Tensor | None, heads: int, numbers: list[int], lengths: list[int], limit: int
+    qkv: Tensor, bias: Tensor | None, heads: int, numbers: list[int], lengths: list[int]
 ) -> list[Tensor]:
-    """Of each batch in turn q, k and v [B, N, H, D]; of those up to `limit` tokens long the result [B N, C]."""
+    """q, k and v [B, N, H, D] of each batch in turn."""
     from quickvit.ops.triton.heads import to_heads
-    from quickvit.ops.triton.whole_head import attention_of_batch
 
     qkv = qkv.contiguous()
-    features: list[Tensor] = []
-    origin = 0
-    for number, length in _shapes(numbers, lengths):
-        if length <= limit:
-            features.append(attention_of_batch(qkv, bias, heads, (number, length), origin))
-        else:
-            features += to_heads(qkv, heads, 3, bias, (number, length), origin)
-        origin += number * length
-    return features
+    batches = _batches(numbers, lengths)
+    return [x for origin, shape in batches for x in to_heads(qkv, heads, 3, bias, shape, origin)]
 
 
 @_split_heads.register_fake
-def _(qkv, bias, heads, numbers, lengths, limit):
-    features = []
-    for number, length in _shapes(numbers, lengths):
-        if length <= limit:
-            features.append(qkv.new_empty(number * length, qkv.shape[1] // 3))
-        else:
-            size = number, length, heads, qkv.shape[1] // (3 * heads)
-            features += [qkv.new_empty(size) for _ in range(3)]
-    return features
+def _(qkv, bias, heads, numbers, lengths):
+    return _fake_heads(qkv, heads, 3, numbers, lengths)
+
+
+def _to_packed(features: list[Tensor], parts: int) -> Tensor:
+    """`parts` features [B, N, H, D] of each batch in turn as packed channels."""
+    from quickvit.ops.triton.heads import to_packed
+
+    packed = _fake_packed(features, parts)
+    origin = 0
+    for first in range(0, len(features), parts):
+        batch = [x.contiguous() for x in features[first : first + parts]]
+        to_packed(batch, packed, origin)
+        origin += batch[0].shape[0] * batch[0].shape[1]
+    return packed
 
 
 @open_operator("octic_split_heads_grad")
-def _split_heads_grad(
-    features: list[Tensor],
-    qkv: Tensor | None,
-    bias: Tensor | None,
-    heads: int,
-    channels: int,
-    lengths: list[int],
-) -> Tensor:
-    """The gradient of qkv [T, 3C] from those of the features, of which short batches have one and others three."""
-    from quickvit.ops.triton.heads import to_packed
-    from quickvit.ops.triton.whole_head import gradient_of_batch
-
-    left = [x.contiguous() for x in features]
-    tokens = _tokens(features, 3)
-    grad = torch.empty((tokens, 3 * channels), dtype=left[0].dtype, device=left[0].device)
-    origin = 0
-    for length in lengths:
-        if left[0].ndim == 2:
-            rows = left.pop(0)
-            shape = len(rows) // max(length, 1), length
-            assert qkv is not None
-            gradient_of_batch(rows, qkv.contiguous(), bias, grad, heads, shape, origin)
-            origin += len(rows)
-        else:
-            batch, left = left[:3], left[3:]
-            to_packed(batch, grad, origin)
-            origin += batch[0].shape[0] * batch[0].shape[1]
-    return grad
+def _split_heads_grad(features: list[Tensor]) -> Tensor:
+    return _to_packed(features, 3)
 
 
 @_split_heads_grad.register_fake
-def _(features, qkv, bias, heads, channels, lengths):
-    return features[0].new_empty(_tokens(features, 3), 3 * channels)
+def _(features):
+    return _fake_packed(features, 3)
 
 
 def _split_setup(ctx, inputs, output):
-    qkv, bias, ctx.heads, _, ctx.lengths, limit = inputs
-    ctx.channels = qkv.shape[1] // 3
-    # Only the gradients of short batches ask what q, k and v were.
-    short = any(length <= limit for length in ctx.lengths)
-    ctx.save_for_backward(*((qkv, bias) if short else (None, None)))
+    _, bias, *_ = inputs
     ctx.bias_width = None if bias is None else bias.shape[0]
 
 
 def _split_backward(ctx, features):
-    grad = _split_heads_grad(features, *ctx.saved_tensors, ctx.heads, ctx.channels, ctx.lengths)
+    grad = _split_heads_grad(features)
     grad_bias = grad[:, : ctx.bias_width].sum(0) if ctx.needs_input_grad[1] else None
-    return grad, grad_bias, None, None, None, None
+    return grad, grad_bias, None, None, None
 
 
 _split_heads.register_autograd(_split_backward, setup_context=_split_setup)
 
 
 @open_operator("octic_merge_heads")
-def _merge_heads(results: list[Tensor]) -> Tensor:
-    """The results of all batches, [B, N, H, D] or packed already [B N, C], as packed channels."""
-    from quickvit.ops.triton.heads import copy_rows, to_packed
-
-    x = results[0]
-    out = torch.empty((_tokens(results, 1), _channels(x)), dtype=x.dtype, device=x.device)
-    origin = 0
-    for result in results:
-        if result.ndim == 2:
-            copy_rows(result.contiguous(), out, origin)
-        else:
-            to_packed([result.contiguous()], out, origin)
-        origin += _tokens([result], 1)
-    return out
+def _merge_heads(features: list[Tensor]) -> Tensor:
+    """The results [B, N, H, D] of all batches as packed channels."""
+    return _to_packed(features, 1)
 
 
 @_merge_heads.register_fake
-def _(results):
-    return results[0].new_empty(_tokens(results, 1), _channels(results[0]))
+def _(features):
+    return _fake_packed(features, 1)
 
 
 @open_operator("octic_merge_heads_grad")
-def _merge_heads_grad(grad: Tensor, heads: int, number: int, length: int) -> Tensor:
-    """The gradient of a batch's result, packed [B N, C], in heads [B, N, H, D]."""
+def _merge_heads_grad(grad: Tensor, heads: int, numbers: list[int], lengths: list[int]) -> list[Tensor]:
     from quickvit.ops.triton.heads import to_heads
 
-    return to_heads(grad.contiguous(), heads, 1, None, (number, length), 0)[0]
+    grad = grad.contiguous()
+    batches = _batches(numbers, lengths)
+    return [to_heads(grad, heads, 1, None, shape, origin)[0] for origin, shape in batches]
 
 
 @_merge_heads_grad.register_fake
-def _(grad, heads, number, length):
-    return grad.new_empty(number, length, heads, grad.shape[1] // heads)
+def _(grad, heads, numbers, lengths):
+    return _fake_heads(grad, heads, 1, numbers, lengths)
 
 
 def _merge_setup(ctx, inputs, output):
-    (results,) = inputs
-    ctx.shapes = [tuple(x.shape) for x in results]
+    (features,) = inputs
+    ctx.heads = features[0].shape[2]
+    ctx.numbers, ctx.lengths = [x.shape[0] for x in features], [x.shape[1] for x in features]
 
 
 def _merge_backward(ctx, grad):
-    packed = [shape[0] if len(shape) == 2 else shape[0] * shape[1] for shape in ctx.shapes]
-    parts = zip(grad.split(packed), ctx.shapes, strict=True)
-    return [x if len(shape) == 2 else _merge_heads_grad(x, shape[2], *shape[:2]) for x, shape in parts]
+    return _merge_heads_grad(grad, ctx.heads, ctx.numbers, ctx.lengths)
 
 
 _merge_heads.register_autograd(_merge_backward, setup_context=_merge_setup)
@@ -327,6 +285,98 @@ def _backward(ctx, grad, _):
 
 
 _attention.register_autograd(_backward, setup_context=_setup)
+
+
+# ---------------------------------------------------------------------- a whole head at a time, on Hopper
+
+
+@closed_operator("octic_head_attention")
+def _head_attention(
+    qkv: Tensor, bias: Tensor | None, heads: int, numbers: list[int], lengths: list[int]
+) -> list[Tensor]:
+    """The result, and for the gradients of each long batch q, k, v [B, N, H, D] and logarithms of sums [B, H, N]."""
+    from quickvit.ops.triton.heads import to_heads
+    from quickvit.ops.triton.whole_head import SHORT, attention_of_batch
+
+    qkv = qkv.contiguous()
+    out = qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
+    kept = []
+    for origin, shape in _batches(numbers, lengths):
+        if shape[1] <= SHORT:
+            attention_of_batch(qkv, bias, out, heads, shape, origin)
+        else:
+            features = to_heads(qkv, heads, 3, bias, shape, origin)
+            kept += [*features, hopper.attention_kernels().attention_forward(*features, out, origin)]
+    return [out, *kept]
+
+
+@_head_attention.register_fake
+def _(qkv, bias, heads, numbers, lengths):
+    from quickvit.ops.triton.whole_head import SHORT
+
+    channels = qkv.shape[1] // 3
+    kept = []
+    for number, length in _shapes(numbers, lengths):
+        if length > SHORT:
+            kept += [qkv.new_empty(number, length, heads, channels // heads) for _ in range(3)]
+            kept.append(qkv.new_empty(number, heads, length, dtype=torch.float32))
+    return [qkv.new_empty(qkv.shape[0], channels), *kept]
+
+
+@closed_operator("octic_head_attention_grad")
+def _head_attention_grad(
+    grad: Tensor,
+    out: Tensor,
+    kept: list[Tensor],
+    qkv: Tensor | None,
+    bias: Tensor | None,
+    heads: int,
+    numbers: list[int],
+    lengths: list[int],
+) -> Tensor:
+    """The gradient of qkv, which short batches ask for once more."""
+    from quickvit.ops.triton.heads import to_heads
+    from quickvit.ops.triton.whole_head import SHORT, gradient_of_batch
+
+    grad = grad.contiguous()
+    grad_qkv = grad.new_empty(grad.shape[0], 3 * grad.shape[1])
+    left = iter(kept)
+    for origin, shape in _batches(numbers, lengths):
+        if shape[1] <= SHORT:
+            assert qkv is not None
+            gradient_of_batch(grad, qkv.contiguous(), bias, grad_qkv, heads, shape, origin)
+        else:
+            q, k, v, logs = (next(left) for _ in range(4))
+            (dout,) = to_heads(grad, heads, 1, None, shape, origin)
+            kernels = hopper.attention_kernels()
+            kernels.attention_backward(dout, q, k, v, out, logs, grad_qkv, origin)
+    return grad_qkv
+
+
+@_head_attention_grad.register_fake
+def _(grad, out, kept, qkv, bias, heads, numbers, lengths):
+    return grad.new_empty(grad.shape[0], 3 * grad.shape[1])
+
+
+def _head_setup(ctx, inputs, output):
+    from quickvit.ops.triton.whole_head import SHORT
+
+    qkv, bias, heads, numbers, lengths = inputs
+    ctx.sizes = heads, numbers, lengths
+    short = min(lengths) <= SHORT
+    ctx.save_for_backward(*((qkv, bias) if short else (None, None)), *output)
+    ctx.set_materialize_grads(False)
+    ctx.bias_width = None if bias is None else bias.shape[0]
+
+
+def _head_backward(ctx, grads):
+    qkv, bias, out, *kept = ctx.saved_tensors
+    grad = _head_attention_grad(grads[0], out, kept, qkv, bias, *ctx.sizes)
+    grad_bias = grad[:, : ctx.bias_width].sum(0) if ctx.needs_input_grad[1] else None
+    return grad, grad_bias, None, None, None
+
+
+_head_attention.register_autograd(_head_backward, setup_context=_head_setup)
 
 
 # ---------------------------------------------------------------------- with the linear map
@@ -397,39 +447,33 @@ def _shapes(numbers: list[int], lengths: list[int]) -> Shapes:
     return tuple(zip(numbers, lengths, strict=True))
 
 
-def _tokens(features: list[Tensor], parts: int) -> int:
-    """How many tokens batches have, of `parts` features [B, N, H, D] each, or one [B N, C]."""
-    heads = sum(x.shape[0] * x.shape[1] for x in features if x.ndim == 4)
-    return heads // parts + sum(x.shape[0] for x in features if x.ndim == 2)
+def _batches(numbers: list[int], lengths: list[int]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """The first token and the shape of each batch."""
+    origin = 0
+    for number, length in _shapes(numbers, lengths):
+        yield origin, (number, length)
+        origin += number * length
 
 
-def _channels(x: Tensor) -> int:
-    return x.shape[1] if x.ndim == 2 else x.shape[2] * x.shape[3]
+def _fake_heads(packed, heads, parts, numbers, lengths):
+    dim = packed.shape[1] // (parts * heads)
+    shapes = _shapes(numbers, lengths)
+    return [packed.new_empty(*shape, heads, dim) for shape in shapes for _ in range(parts)]
+
+
+def _fake_packed(features: list[Tensor], parts: int) -> Tensor:
+    tokens = sum(x.shape[0] * x.shape[1] for x in features) // parts
+    return features[0].new_empty(tokens, parts * features[0].shape[2] * features[0].shape[3])
 
 
 _ops = torch.ops.quickvit
 
 
-@register_flop_formula([_ops.octic_attention, _ops.octic_attention_cpu, _ops.octic_whole_heads])
+@register_flop_formula(
+    [_ops.octic_attention, _ops.octic_attention_cpu, _ops.octic_whole_heads, _ops.octic_head_attention]
+)
 def _attention_flops(qkv, bias, heads, numbers, lengths, **__):
     return 4 * _pairs(numbers, lengths) * (qkv[1] // 3)
-
-
-@register_flop_formula(_ops.octic_split_heads)
-def _split_heads_flops(qkv, bias, heads, numbers, lengths, limit, **__):
-    short = [(number, length) for number, length in _shapes(numbers, lengths) if length <= limit]
-    return 4 * sum(number * length**2 for number, length in short) * (qkv[1] // 3)
-
-
-@register_flop_formula(_ops.octic_split_heads_grad)
-def _split_heads_grad_flops(features, qkv, bias, heads, channels, lengths, **__):
-    left, pairs = [*features], 0
-    for length in lengths:
-        first = left[0]
-        if len(first) == 2:
-            pairs += first[0] * length
-        del left[: 1 if len(first) == 2 else 3]
-    return 10 * pairs * channels
 
 
 @register_flop_formula(_ops.octic_self_attention)
@@ -440,6 +484,11 @@ def _self_attention_flops(x, weight_1, weight_2, bias, heads, numbers, lengths, 
 
 @register_flop_formula(_ops.octic_self_attention_qkv_grad)
 def _qkv_grad_flops(grad, qkv, out, lse, heads, numbers, lengths, **__):
+    return 10 * _pairs(numbers, lengths) * grad[1]
+
+
+@register_flop_formula(_ops.octic_head_attention_grad)
+def _head_attention_grad_flops(grad, out, kept, qkv, bias, heads, numbers, lengths, **__):
     return 10 * _pairs(numbers, lengths) * grad[1]
 
 

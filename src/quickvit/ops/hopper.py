@@ -1,4 +1,4 @@
-"""Whether the kernels for NVIDIA's Hopper, in `triton/hopper.py` and `triton/hopper_gelu.py`, take a linear map."""
+"""Whether the kernels for NVIDIA's Hopper, those in `triton/hopper*.py`, take a linear map or attention."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def takes(x: Tensor, width: int) -> bool:
         return False
     dtype = product_dtype(x.device) or x.dtype
     return _takes("hopper", x.device, dtype, x.shape[-1], width)
+
+
+def takes_attention(x: Tensor, dim: int, tokens: int) -> bool:
+    """Whether there are kernels for attention of x over so many tokens, with heads of this size."""
+    return x.is_cuda and _takes("hopper_attention", x.device, x.dtype, dim, tokens)
 
 
 def launches(x: Tensor, weight: Tensor, out: Tensor) -> bool:
@@ -63,13 +68,18 @@ def gelu_kernels() -> ModuleType:
     return _module("hopper_gelu")
 
 
+def attention_kernels() -> ModuleType:
+    """The kernels for attention of a whole head."""
+    return _module("hopper_attention")
+
+
 def _module(name: str) -> ModuleType:
     return import_module(f"quickvit.ops.triton.{name}")
 
 
 @torch.compiler.assume_constant_result
-def _takes(kernel: str, device: torch.device, dtype: torch.dtype, channels: int, width: int) -> bool:
-    taken: bool = _is_known(device) and _module(kernel).takes(device, dtype, channels, width)
+def _takes(kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> bool:
+    taken: bool = _is_known(device) and _module(kernel).takes(device, dtype, *sizes)
     return taken
 
 

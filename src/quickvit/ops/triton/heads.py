@@ -226,18 +226,3 @@ def to_packed(features: list[torch.Tensor], packed: torch.Tensor, origin: int) -
 
 def _three(features: list[torch.Tensor]) -> list[torch.Tensor | None]:
     return [*features, *[None] * (3 - len(features))]
-
-
-@triton.jit(do_not_specialize=["first", "size"])
-def _copy_entries(source, target, first, size, BLOCK: tl.constexpr):
-    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + first + entry, tl.load(source + entry, mask=entry < size), mask=entry < size)
-
-
-def copy_rows(rows: torch.Tensor, packed: torch.Tensor, origin: int) -> None:
-    """Rows [n, C] written to packed[T, C], from token `origin` on."""
-    if rows.numel():
-        with torch.cuda.device_of(rows):
-            traced(_copy_entries)[(triton.cdiv(rows.numel(), 4096),)](
-                rows, packed, origin * rows.shape[1], rows.numel(), BLOCK=4096
-            )

@@ -91,13 +91,12 @@ def _attend(q, keys, values, exists, SCALE: tl.constexpr):
     return total, sums
 
 
-@triton.jit(do_not_specialize=["origin", "place", "N"])
+@triton.jit(do_not_specialize=["origin", "N"])
 def _attention_whole_head(
     qkv,
     bias,
     out,
     origin,
-    place,
     N,
     HEADS: tl.constexpr,
     c: tl.constexpr,
@@ -109,7 +108,7 @@ def _attention_whole_head(
     WHOLE: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """All queries of one head, BLOCK at a time, against all keys; a batch begins at token `place` of the result."""
+    """All queries of one head, BLOCK at a time, against all keys; the batch begins at token `origin`."""
     C: tl.constexpr = 8 * c * HEADS
     SCALE: tl.constexpr = _LOG2E / (8 * c) ** 0.5
     head = tl.program_id(0) % HEADS
@@ -141,7 +140,7 @@ def _attention_whole_head(
         rest = sums[1] / total[:, None]
         if bias is not None:
             first += head_bias(bias, head, 2, HEADS, c, DIM)
-        line = out + (place + sequence) * C + row[:, None] * C
+        line = out + (origin + sequence) * C + row[:, None] * C
         dtype: tl.constexpr = out.dtype.element_ty
         tl.store(
             line + head_columns(head, 0, 1, HEADS, c, 0, DIM, VECTOR), first.to(dtype), mask=inside[:, None]
@@ -187,7 +186,7 @@ def _gradient_whole_head(
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The gradient of all q, k and v of one head, from that of the batch's result, dout.
+    """The gradient of all q, k and v of one head, from that of the result, dout.
 
     With weights P = softmax(S), S = q kᵀ / √D:    dP = do vᵀ,    dS = P (dP - Σ_j P dP),    dv = Pᵀ do,
     dq = dS k / √D,    dk = dSᵀ q / √D.
@@ -203,7 +202,7 @@ def _gradient_whole_head(
     q = _load(tokens, row, inside, head, 0, HEADS, c, DIM, REST, VECTOR)
     k = _load(tokens, row, inside, head, 1, HEADS, c, DIM, REST, VECTOR)
     v = _load(tokens, row, inside, head, 2, HEADS, c, DIM, REST, VECTOR)
-    line = dout + sequence * C + row[:, None] * C
+    line = dout + (origin + sequence) * C + row[:, None] * C
     do = (
         tl.load(line + head_columns(head, 0, 1, HEADS, c, 0, DIM, VECTOR), mask=inside[:, None], other=0.0),
         tl.load(
@@ -247,28 +246,19 @@ def attention_whole_head(
     """Attention over packed qkv[T, 3C] with the A1 bias[3C/8] of q, k, v, in sequences of these shapes: o[T, C]."""
     out = torch.empty((qkv.shape[0], qkv.shape[1] // 3), dtype=qkv.dtype, device=qkv.device)
     for origin, number, length in places(shapes):
-        _launch(qkv, bias, out, heads, (number, length), origin, origin)
+        attention_of_batch(qkv, bias, out, heads, (number, length), origin)
     return out
 
 
 def attention_of_batch(
-    qkv: torch.Tensor, bias: torch.Tensor | None, heads: int, shape: tuple[int, int], origin: int
-) -> torch.Tensor:
-    """The same for one batch, which begins at token `origin`: o[B N, C]."""
-    out = torch.empty((shape[0] * shape[1], qkv.shape[1] // 3), dtype=qkv.dtype, device=qkv.device)
-    _launch(qkv, bias, out, heads, shape, origin, 0)
-    return out
-
-
-def _launch(
     qkv: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     heads: int,
     shape: tuple[int, int],
     origin: int,
-    place: int,
 ) -> None:
+    """The same for one batch, which begins at token `origin`, written to the same tokens of out[T, C]."""
     number, length = shape
     if not number * length:
         return
@@ -281,7 +271,6 @@ def _launch(
             bias,
             out,
             origin,
-            place,
             length,
             **meta,
             BLOCK=block,
@@ -302,7 +291,7 @@ def gradient_of_batch(
     shape: tuple[int, int],
     origin: int,
 ) -> None:
-    """The gradient of `attention_of_batch` from dout[B N, C], written to the same tokens of dqkv[T, 3C]."""
+    """The gradient of `attention_of_batch` from dout[T, C], written to the same tokens of dqkv[T, 3C]."""
     number, length = shape
     if not number * length:
         return
