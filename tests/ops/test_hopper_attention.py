@@ -102,3 +102,14 @@ def test_they_are_for_many_features(monkeypatch):
         return attention._takes_heads(torch.empty(images * 257, 3840, device="meta"), 16, 257)
 
     assert [takes(64), takes(8)] == [True, False]
+
+
+def test_many_features_are_many_in_a_compiled_model_not_in_an_exported_one():
+    class Choice(torch.nn.Module):
+        def forward(self, x):
+            return x + 1 if attention._are_many(2**30) else x
+
+    x = torch.zeros(1)
+    assert torch.compile(Choice(), backend="eager", fullgraph=True)(x) == 1
+    for strict in (True, False):
+        assert torch.export.export(Choice(), (x,), strict=strict).module()(x) == 0

@@ -123,7 +123,13 @@ def _takes_heads(qkv: Tensor, heads: int, longest: int) -> bool:
 
 def _are_many(entries: int) -> bool:
     # Which is not asked of an exported model: it would be for as many images as its example.
-    return not torch.compiler.is_exporting() and entries >= MANY_ENTRIES
+    return not _is_exporting() and entries >= MANY_ENTRIES
+
+
+@torch.compiler.assume_constant_result
+def _is_exporting() -> bool:
+    """PyTorch's own word, asked outside of its compiler: that of 2.11 says yes whatever it compiles for."""
+    return torch.compiler.is_exporting()
 
 
 def _fits_whole_heads(qkv: Tensor, bias: Tensor | None, heads: int, longest: int) -> bool:

@@ -29,7 +29,9 @@ TILES: dict[int, Tile] = {128: (128, 128, 0, 64, 4, 4, 1), 160: (128, 128, 32, 6
 # Slices and entries per step, warps: the sum over slices.
 SUM_TILE: tuple[int, int, int] = (8, 512, 4)
 # Tokens per step, columns, most slices, warps: the sum over tokens, of which the bias has its gradient.
-BIAS_TILE: tuple[int, int, int, int] = (32, 128, 64, 4)
+BIAS_TILE: tuple[int, int, int, int] = (32, 128, 128, 4)
+# Columns per program of the sum over those slices.
+SUM_COLUMNS = 16
 
 
 @triton.jit
@@ -157,6 +159,17 @@ def _column_sums(x, partial, T, stride, WIDTH: tl.constexpr, STEP: tl.constexpr,
     tl.store(partial + part * WIDTH + column, tl.sum(total, axis=0), mask=column < WIDTH)
 
 
+@triton.jit
+def _sum_rows(
+    partial, total, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Σ over partial[ROWS, WIDTH], some columns, to total[WIDTH]."""
+    row, column = tl.arange(0, STEP), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < ROWS)[:, None] & (column < WIDTH)[None, :]
+    sums = tl.sum(tl.load(partial + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0), axis=0)
+    tl.store(total + column, sums.to(total.dtype.element_ty), mask=column < WIDTH)
+
+
 def takes(grad: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether this is the fastest way known for grad[T, F] and x[T, C] of D8, and there is room for it."""
     narrower = min(grad.shape[1], x.shape[1]) // 8
@@ -233,6 +246,7 @@ def bias_gradient(grad: torch.Tensor, width: int, dtype: torch.dtype) -> torch.T
     step, columns, most, warps = BIAS_TILE
     slices = max(1, min(triton.cdiv(grad.shape[0], step), most))
     partial = torch.empty((slices, width), dtype=torch.float32, device=grad.device)
+    total = torch.empty(width, dtype=dtype, device=grad.device)
     with torch.cuda.device_of(grad):
         traced(_column_sums)[(slices, triton.cdiv(width, columns))](
             grad,
@@ -244,4 +258,13 @@ def bias_gradient(grad: torch.Tensor, width: int, dtype: torch.dtype) -> torch.T
             COLUMNS=columns,
             num_warps=warps,
         )
-    return partial.sum(0, dtype=dtype)
+        traced(_sum_rows)[(triton.cdiv(width, SUM_COLUMNS),)](
+            partial,
+            total,
+            ROWS=slices,
+            WIDTH=width,
+            STEP=triton.next_power_of_2(slices),
+            COLUMNS=SUM_COLUMNS,
+            num_warps=warps,
+        )
+    return total
