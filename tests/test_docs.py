@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from records import WHOLE_MODELS, measured
 
 from quickvit import QuickVisionTransformer, save_checkpoint
 from quickvit.cli import main, parse
@@ -153,16 +154,12 @@ def test_the_commands_of_the_data_page_run(capsys):
         assert main(line[1:]) == 0, capsys.readouterr().err
 
 
-def measured(name):
-    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
-
-
 def test_the_performance_page_says_what_was_measured():
     text = (ROOT / "docs/performance.md").read_text()
     operators = measured("h200_operators")
     assert re.sub(r" --out \S+", "", operators["command"]) in text
-    for name in ("model", "huge", "giant", "22b", "train_large", "dinov2_large", "dinov2_huge"):
-        record = measured(f"h200_{name}")
+    for name in WHOLE_MODELS:
+        record = measured(name)
         assert re.sub(r" --out \S+", "", record["command"]) in text
         for row in record["results"]:
             if row["ratio"] is None:

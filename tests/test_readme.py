@@ -1,9 +1,10 @@
 """The README says what is so. That its example runs, is tested with the pages of docs/."""
 
-import json
 import re
 from collections import defaultdict
 from pathlib import Path
+
+from records import WHOLE_MODELS, measured
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -33,7 +34,7 @@ def test_the_table_of_sizes_is_what_the_command_says():
 def test_the_table_of_speed_is_what_was_measured():
     text = README.read_text()
     for name in ("cpu_model", "cpu_train"):
-        record = json.loads((README.parent / "benchmarks" / f"{name}.json").read_text())
+        record = measured(name)
         assert re.sub(r" --out \S+", "", record["command"]) in text
         for vit, d8 in zip(record["results"][::2], record["results"][1::2], strict=True):
             assert f"| {vit['case']} | {vit['ms']:.0f} | {d8['ms']:.0f} | {d8['ratio']:.2f}× |" in text
@@ -41,8 +42,8 @@ def test_the_table_of_speed_is_what_was_measured():
 
 def test_the_speed_on_a_gpu_is_what_was_measured():
     text = README.read_text()
-    for name in ("model", "huge", "giant", "22b", "train_large", "dinov2_large", "dinov2_huge"):
-        record = json.loads((README.parent / "benchmarks" / f"h200_{name}.json").read_text())
+    for name in WHOLE_MODELS:
+        record = measured(name)
         ratios = defaultdict(dict)
         for row in record["results"]:
             if row["ratio"] is not None:
@@ -53,7 +54,7 @@ def test_the_speed_on_a_gpu_is_what_was_measured():
 
 def test_the_headline_is_what_was_measured():
     def ratio(name, case):
-        record = json.loads((README.parent / "benchmarks" / f"{name}.json").read_text())
+        record = measured(name)
         return next(r["ratio"] for r in record["results"] if (r["case"], r["name"]) == (case, "d8"))
 
     cpu, gpu = (ratio(name, "ViT-Large/16 forward") for name in ("cpu_model", "h200_model"))
