@@ -10,7 +10,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Glu
 from gluon_on_cpu import OnCpu
 
 from quickvit.group import Layout
-from quickvit.ops import attention
+from quickvit.ops import attention, hopper
 from quickvit.ops.triton import hopper_attention
 from quickvit.ops.triton.heads import to_packed
 
@@ -88,15 +88,24 @@ def test_the_operator_takes_batches_long_and_short(shapes, biased, compiled):
 
 
 def test_they_are_for_heads_of_80_and_what_fits_into_shared_memory():
-    def takes(dim, tokens, dtype=torch.bfloat16):
-        return hopper_attention.takes(torch.device("cuda"), dtype, dim, tokens)
+    def most(dim, dtype=torch.bfloat16):
+        return hopper_attention.most_tokens(torch.device("cuda"), dtype, dim)
 
-    assert [takes(80, 257), takes(80, 320), takes(80, 321), takes(64, 197)] == [True, True, False, False]
-    assert not takes(80, 257, torch.float32)
+    assert [most(80), most(80, torch.float16), most(64), most(80, torch.float32)] == [320, 320, 0, 0]
+
+
+def test_a_model_can_be_compiled_for_any_number_of_tokens(monkeypatch):
+    monkeypatch.setattr(hopper, "_is_known", lambda device: True)
+
+    def choose(x):
+        return x + 1 if x.shape[0] <= hopper._most_tokens(torch.device("cuda"), torch.bfloat16, 80) else x
+
+    compiled = torch.compile(choose, backend="eager", fullgraph=True, dynamic=True)
+    assert [compiled(torch.zeros(tokens))[0].item() for tokens in (257, 197, 321)] == [1, 1, 0]
 
 
 def test_they_are_for_many_features(monkeypatch):
-    monkeypatch.setattr(attention.hopper, "takes_attention", lambda *_: True)
+    monkeypatch.setattr(hopper, "takes_attention", lambda *_: True)
 
     def takes(images):
         return attention._takes_heads(torch.empty(images * 257, 3840, device="meta"), 16, 257)

@@ -27,7 +27,7 @@ def takes(x: Tensor, width: int) -> bool:
 
 def takes_attention(x: Tensor, dim: int, tokens: int) -> bool:
     """Whether there are kernels for attention of x over so many tokens, with heads of this size."""
-    return x.is_cuda and _takes("hopper_attention", x.device, x.dtype, dim, tokens)
+    return x.is_cuda and tokens <= _most_tokens(x.device, x.dtype, dim)
 
 
 def launches(x: Tensor, weight: Tensor, out: Tensor) -> bool:
@@ -78,9 +78,15 @@ def _module(name: str) -> ModuleType:
 
 
 @torch.compiler.assume_constant_result
-def _takes(kernel: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> bool:
-    taken: bool = _is_known(device) and _module(kernel).takes(device, dtype, *sizes)
+def _takes(kernel: str, device: torch.device, dtype: torch.dtype, channels: int, width: int) -> bool:
+    taken: bool = _is_known(device) and _module(kernel).takes(device, dtype, channels, width)
     return taken
+
+
+@torch.compiler.assume_constant_result
+def _most_tokens(device: torch.device, dtype: torch.dtype, dim: int) -> int:
+    most: int = attention_kernels().most_tokens(device, dtype, dim) if _is_known(device) else 0
+    return most
 
 
 @cache

@@ -514,12 +514,12 @@ def _attention_gradient(
 
 
 @cache
-def takes(device: torch.device, dtype: torch.dtype, dim: int, tokens: int) -> bool:
-    """Whether there are kernels for heads of this size, and room for so many tokens."""
+def most_tokens(device: torch.device, dtype: torch.dtype, dim: int) -> int:
+    """Sequences of how many tokens there is room for with heads of this size, 0 without kernels for them."""
     if dim not in PARTS or dtype.itemsize != 2:
-        return False
-    blocks = -(-tokens // 64)
-    return blocks * 64 * (4 * 2 * dim + 2 * 4) + 1024 <= shared_memory(device)
+        return 0
+    # Of q, k, v and do two bytes an entry, of each query two numbers.
+    return (shared_memory(device) - 1024) // (64 * (4 * 2 * dim + 2 * 4)) * 64
 
 
 def _sizes(q: torch.Tensor) -> dict[str, int]:
