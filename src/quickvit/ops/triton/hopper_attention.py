@@ -11,7 +11,8 @@ What does are two numbers for each query, handed over block by block.
 
 A vector of 80 entries is a tile of 64 and one of 16, and the last block of tokens is cut to TAIL where it is a right
 operand: products then do little more than they have to, where general kernels round up to 128 entries and 64 tokens.
-q, k, v and do are in heads, as `heads.py` writes them.
+q, k, v and do are in heads, as `heads.py` writes them. Without gradients q is packed, and its bias is added here: it
+is read once only, so that a copy of it is not worth its while.
 
 A vector of 64 entries is two tiles of 32. q, k and v are RUNS, as `hopper.py` writes them, and do is packed, gathered
 in pieces of 16 bytes.
@@ -219,6 +220,28 @@ def _queries(q, block, N, STRIDE: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def _packed_queries(
+    qkv,
+    bias,
+    block,
+    N,
+    head,
+    START: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    HEADS: gl.constexpr,
+    c: gl.constexpr,
+):
+    """The same of packed q, k and v, with the bias of q added."""
+    layout: gl.constexpr = _accumulators(COLUMNS)
+    values = _part(qkv, block, N, head, START, COLUMNS, layout, 2, 3, HEADS, c)
+    if bias is not None and START == 0:
+        d = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+        shift = gl.load(bias + head * c + d, mask=d < c, other=0.0).to(gl.float32)
+        values = (values.to(gl.float32) + shift[None, :]).to(values.dtype)
+    return gl.convert_layout(values, _operand(SIDE))
+
+
+@gluon.jit
 def _attend(queries, tiles, state, chunk, N, COLUMNS: gl.constexpr, SCALE: gl.constexpr):
     """Add a block of keys to the largest score, Σ weights and Σ weights · v; N says where keys end, if they may."""
     k, v = tiles
@@ -245,6 +268,7 @@ def _forward(
     tiles,
     loaded,
     q,
+    bias,
     out,
     logs,
     origin,
@@ -269,14 +293,23 @@ def _forward(
     place = origin + row if RUNS else row
     if GROUP == 0:
         _load_features(boxes, tiles, 1, 3, loaded, place, head, BLOCKS, HEADS, c, RUNS)
-    q += gl.cast(place, gl.int64) * STRIDE + head * _stride(c, RUNS)
+    if logs is None:
+        q += gl.cast(origin + row, gl.int64) * (24 * HEADS * c)
+    else:
+        q += gl.cast(place, gl.int64) * STRIDE + head * _stride(c, RUNS)
+        logs += gl.program_id(0) * N
     out += gl.cast(origin + row, gl.int64) * (8 * HEADS * c)
-    logs += gl.program_id(0) * N
     for block in range(GROUP, BLOCKS, 2):
-        queries = (
-            _queries(q + _column(0, 0, WIDE, HEADS, c, RUNS), block, N, STRIDE, WIDE),
-            _queries(q + _column(0, 1, WIDE, HEADS, c, RUNS), block, N, STRIDE, REST),
-        )
+        if logs is None:
+            queries = (
+                _packed_queries(q, bias, block, N, head, 0, WIDE, HEADS, c),
+                _packed_queries(q, bias, block, N, head, WIDE, REST, HEADS, c),
+            )
+        else:
+            queries = (
+                _queries(q + _column(0, 0, WIDE, HEADS, c, RUNS), block, N, STRIDE, WIDE),
+                _queries(q + _column(0, 1, WIDE, HEADS, c, RUNS), block, N, STRIDE, REST),
+            )
         largest = gl.full((SIDE,), -float("inf"), gl.float32, layout=line)
         total = gl.zeros((SIDE,), gl.float32, layout=line)
         wide, rest = _nothing(v[0].shape[2]), _nothing(v[1].shape[2])
@@ -285,8 +318,9 @@ def _forward(
         for chunk in range(BLOCKS - 1):
             state = _attend(queries, tiles, state, chunk, None, SIDE, SCALE)
         largest, total, wide, rest = _attend(queries, tiles, state, BLOCKS - 1, N, TAIL, SCALE)
-        token = _tokens(block, _accumulators(SIDE))
-        gl.store(logs + token, largest + gl.log2(total), mask=token < N)
+        if logs is not None:
+            token = _tokens(block, _accumulators(SIDE))
+            gl.store(logs + token, largest + gl.log2(total), mask=token < N)
         share = 1 / total
         wide *= _along_rows(share, wide)
         rest *= _along_rows(share, rest)
@@ -303,11 +337,12 @@ def _part(
     COLUMNS: gl.constexpr,
     LAYOUT: gl.constexpr,
     VECTOR: gl.constexpr,
+    PARTS: gl.constexpr,
     HEADS: gl.constexpr,
     c: gl.constexpr,
 ):
-    """Entries from START on of a block of tokens of a packed feature; zero past the end."""
-    place = _packed(feature, block, head, START, COLUMNS, LAYOUT, VECTOR, 0, 1, HEADS, c)
+    """Entries from START on of a block of tokens, in the first part of a packed feature; zero past the end."""
+    place = _packed(feature, block, head, START, COLUMNS, LAYOUT, VECTOR, 0, PARTS, HEADS, c)
     return gl.load(place, mask=(_tokens(block, LAYOUT) < N)[:, None], other=0.0)
 
 
@@ -327,16 +362,16 @@ def _results(
     """The results of a block of queries in two parts, their logarithms, and if dout is packed, that in two parts."""
     token = _tokens(block, _accumulators(SIDE))
     results = (
-        _part(out, block, N, head, 0, WIDE, _accumulators(WIDE), 2, HEADS, c),
-        _part(out, block, N, head, WIDE, REST, _accumulators(REST), 2, HEADS, c),
+        _part(out, block, N, head, 0, WIDE, _accumulators(WIDE), 2, 1, HEADS, c),
+        _part(out, block, N, head, WIDE, REST, _accumulators(REST), 2, 1, HEADS, c),
         # Queries past the end have no part in anything.
         gl.load(logs + token, mask=token < N, other=float("inf")),
     )
     if dout is not None:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
         results += (
-            _part(dout, block, N, head, 0, WIDE, layout, 8, HEADS, c),
-            _part(dout, block, N, head, WIDE, REST, layout, 8, HEADS, c),
+            _part(dout, block, N, head, 0, WIDE, layout, 8, 1, HEADS, c),
+            _part(dout, block, N, head, WIDE, REST, layout, 8, 1, HEADS, c),
         )
     return results
 
@@ -538,6 +573,7 @@ def _attention(
     v,
     v_rest,
     q,
+    bias,
     out,
     logs,
     origin,
@@ -557,8 +593,14 @@ def _attention(
     loaded = _barrier()
     gl.warp_specialize(
         [
-            (_forward, (boxes, tiles, loaded, q, out, logs, origin, N, 0, BLOCKS, TAIL, HEADS, c, RUNS)),
-            (_forward, (boxes, tiles, loaded, q, out, logs, origin, N, 1, BLOCKS, TAIL, HEADS, c, RUNS)),
+            (
+                _forward,
+                (boxes, tiles, loaded, q, bias, out, logs, origin, N, 0, BLOCKS, TAIL, HEADS, c, RUNS),
+            ),
+            (
+                _forward,
+                (boxes, tiles, loaded, q, bias, out, logs, origin, N, 1, BLOCKS, TAIL, HEADS, c, RUNS),
+            ),
         ],
         [4],
         [_FORWARD],
@@ -694,9 +736,32 @@ def attention_forward(
     if number * length:
         with torch.cuda.device_of(q):
             _attention[(number * heads,)](
-                *_boxes_of(k, v), q, out, logs, origin, length, **_forward_sizes(length, heads, dim, False)
+                *_boxes_of(k, v),
+                q,
+                None,
+                out,
+                logs,
+                origin,
+                length,
+                **_forward_sizes(length, heads, dim, False),
             )
     return logs
+
+
+def attention_without_gradients(
+    qkv: torch.Tensor,
+    bias: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    origin: int,
+) -> None:
+    """The same with q from the tokens from `origin` on of packed qkv[T, 3C], to which its A1 bias is added."""
+    number, length, heads, dim = k.shape
+    if number * length:
+        sizes = _forward_sizes(length, heads, dim, False)
+        with torch.cuda.device_of(qkv):
+            _attention[(number * heads,)](*_boxes_of(k, v), qkv, bias, out, None, origin, length, **sizes)
 
 
 def attention_forward_of_runs(
@@ -709,7 +774,15 @@ def attention_forward_of_runs(
         boxes = [_boxes(qkv, (64, part)) for part in PARTS[dim]]
         with torch.cuda.device_of(qkv):
             _attention[(number * heads,)](
-                *boxes, *boxes, qkv, out, logs, origin, length, **_forward_sizes(length, heads, dim, True)
+                *boxes,
+                *boxes,
+                qkv,
+                None,
+                out,
+                logs,
+                origin,
+                length,
+                **_forward_sizes(length, heads, dim, True),
             )
 
 
