@@ -40,6 +40,20 @@ def test_kernels_of_a_block_are_counted(monkeypatch, capsys):
     ]
 
 
+def test_attention_is_timed_by_name(monkeypatch, capsys):
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Gluon")
+    script = runpy.run_path(str(SCRIPTS / "attention.py"))
+    names = script["main"].__globals__
+    monkeypatch.setitem(names, "jobs", lambda images, tokens: {"ours": images, "theirs": tokens})
+    monkeypatch.setitem(names, "microseconds", float)
+    monkeypatch.setattr("sys.argv", ["attention.py", "--tokens", "197"])
+    script["main"]()
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["64.0", "ours"],
+        ["197.0", "theirs"],
+    ]
+
+
 def test_pieces_are_found():
     assert {"model", "train_large", "memory", "dinov2_large"} <= {piece for piece, _ in PIECES}
 
