@@ -163,14 +163,14 @@ def _split_heads(
 
 @_split_heads.register_fake
 def _(qkv, bias, heads, numbers, lengths):
-    return _fake_heads(qkv, heads, 3, numbers, lengths)
+    return _new_heads(qkv, heads, 3, numbers, lengths)
 
 
 def _to_packed(features: list[Tensor], parts: int) -> Tensor:
     """`parts` features [B, N, H, D] of each batch in turn as packed channels."""
     from quickvit.ops.triton.heads import to_packed
 
-    packed = _fake_packed(features, parts)
+    packed = _new_packed(features, parts)
     origin = 0
     for first in range(0, len(features), parts):
         batch = [x.contiguous() for x in features[first : first + parts]]
@@ -186,7 +186,7 @@ def _split_heads_grad(features: list[Tensor]) -> Tensor:
 
 @_split_heads_grad.register_fake
 def _(features):
-    return _fake_packed(features, 3)
+    return _new_packed(features, 3)
 
 
 def _split_setup(ctx, inputs, output):
@@ -211,7 +211,7 @@ def _merge_heads(features: list[Tensor]) -> Tensor:
 
 @_merge_heads.register_fake
 def _(features):
-    return _fake_packed(features, 1)
+    return _new_packed(features, 1)
 
 
 @open_operator("octic_merge_heads_grad")
@@ -225,7 +225,7 @@ def _merge_heads_grad(grad: Tensor, heads: int, numbers: list[int], lengths: lis
 
 @_merge_heads_grad.register_fake
 def _(grad, heads, numbers, lengths):
-    return _fake_heads(grad, heads, 1, numbers, lengths)
+    return _new_heads(grad, heads, 1, numbers, lengths)
 
 
 def _merge_setup(ctx, inputs, output):
@@ -461,13 +461,13 @@ def _batches(numbers: list[int], lengths: list[int]) -> Iterator[tuple[int, tupl
         origin += number * length
 
 
-def _fake_heads(packed, heads, parts, numbers, lengths):
+def _new_heads(packed, heads, parts, numbers, lengths):
     dim = packed.shape[1] // (parts * heads)
     shapes = _shapes(numbers, lengths)
     return [packed.new_empty(*shape, heads, dim) for shape in shapes for _ in range(parts)]
 
 
-def _fake_packed(features: list[Tensor], parts: int) -> Tensor:
+def _new_packed(features: list[Tensor], parts: int) -> Tensor:
     tokens = sum(x.shape[0] * x.shape[1] for x in features) // parts
     return features[0].new_empty(tokens, parts * features[0].shape[2] * features[0].shape[3])
 
