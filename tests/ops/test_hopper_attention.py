@@ -105,6 +105,34 @@ def test_runs_of_several_lengths_have_the_kernels_that_fit():
         torch.testing.assert_close(found.double(), exactly, rtol=5e-3, atol=5e-3 * largest)
 
 
+@pytest.mark.parametrize("runs", [True, False])
+def test_what_is_not_finite_stays_in_its_sequence(runs):
+    generator = torch.Generator().manual_seed(0)
+    heads, dim, length = 2, 64 if runs else 80, 70
+    features = [torch.randn(2, length, heads, dim, generator=generator).bfloat16() for _ in range(4)]
+    results = []
+    for bad in (0.0, float("nan")):
+        q, k, v, dout = (torch.cat([x[:1], x[1:] + bad]) for x in features)
+        out, qkv, dqkv, dout_packed = (
+            torch.zeros(2 * length, parts * heads * dim).bfloat16() for parts in (1, 3, 3, 1)
+        )
+        if runs:
+            to_packed([q, k, v], qkv, 0)
+            to_packed([dout], dout_packed, 0)
+            logs, given = torch.empty(2 * heads * length), in_runs(qkv, heads)
+            hopper_attention.attention_forward_of_runs(given, out, logs, heads, (2, length), 0)
+            hopper_attention.attention_backward_of_runs(
+                dout_packed, given, out, logs, dqkv, heads, (2, length), 0
+            )
+        else:
+            logs = hopper_attention.attention_forward(q, k, v, out, 0)
+            hopper_attention.attention_backward(dout, q, k, v, out, logs, dqkv, 0)
+        assert out[length:].isfinite().all() == (bad == 0.0)
+        results.append((out[:length], dqkv[:length]))
+    for clean, found in zip(*results, strict=True):
+        assert torch.equal(clean, found)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize(

@@ -128,6 +128,24 @@ def _without(scores, chunk, N):
 
 
 @gluon.jit
+def _clear(memory, N):
+    """Tokens past the end, which are the next sequence's, become zero: they may not be finite, and weights of zero
+    would not help."""
+    _clear_part(memory[0], N)
+    _clear_part(memory[1], N)
+
+
+@gluon.jit
+def _clear_part(memory, N):
+    layout: gl.constexpr = _accumulators(memory.shape[2])
+    BLOCKS: gl.constexpr = memory.shape[0]
+    last = memory.index(BLOCKS - 1)
+    values = last.load(layout)
+    inside = (_tokens(BLOCKS - 1, layout) < N)[:, None]
+    last.store(gl.where(inside, values, 0.0).to(values.dtype))
+
+
+@gluon.jit
 def _tokens(block, LAYOUT: gl.constexpr):
     return block * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(1, LAYOUT))
 
@@ -292,7 +310,13 @@ def _forward(
     # Heads are of this batch alone.
     place = origin + row if RUNS else row
     if GROUP == 0:
-        _load_features(boxes, tiles, 1, 3, loaded, place, head, BLOCKS, HEADS, c, RUNS)
+        _load_features(boxes, tiles, 1, 3, loaded[0], place, head, BLOCKS, HEADS, c, RUNS)
+    else:
+        # Scores of keys past the end are masked.
+        mbarrier.wait(loaded[0], 0)
+        _clear(v, N)
+        fence_async_shared()
+        mbarrier.arrive(loaded[1], count=1)
     if logs is None:
         q += gl.cast(origin + row, gl.int64) * (24 * HEADS * c)
     else:
@@ -314,7 +338,8 @@ def _forward(
         total = gl.zeros((SIDE,), gl.float32, layout=line)
         wide, rest = _nothing(v[0].shape[2]), _nothing(v[1].shape[2])
         state = largest, total, wide, rest
-        mbarrier.wait(loaded, 0)
+        mbarrier.wait(loaded[0], 0)
+        mbarrier.wait(loaded[1], 0)
         for chunk in range(BLOCKS - 1):
             state = _attend(queries, tiles, state, chunk, None, SIDE, SCALE)
         largest, total, wide, rest = _attend(queries, tiles, state, BLOCKS - 1, N, TAIL, SCALE)
@@ -545,6 +570,17 @@ def _backward(
     following = _results(out, dout, logs, GROUP, N, head, WIDE, REST, HEADS, c)
     mbarrier.wait(loaded[0], 0)
     mbarrier.wait(loaded[1], 0)
+    if GROUP == 0:
+        _clear(tiles[0], N)
+        _clear(tiles[1], N)
+    else:
+        _clear(tiles[2], N)
+        # Packed gradients are zero past the end when they are gathered.
+        if not RUNS:
+            _clear(tiles[3], N)
+    fence_async_shared()
+    mbarrier.arrive(loaded[2 + GROUP], count=1)
+    mbarrier.wait(loaded[3 - GROUP], 0)
     for block in range(GROUP, BLOCKS, 2):
         results = following
         following = _results(out, dout, logs, block + 2, N, head, WIDE, REST, HEADS, c)
@@ -590,7 +626,7 @@ def _attention(
         (_allocate(k, BLOCKS), _allocate(k_rest, BLOCKS)),
         (_allocate(v, BLOCKS), _allocate(v_rest, BLOCKS)),
     )
-    loaded = _barrier()
+    loaded = _barrier(), _barrier()
     gl.warp_specialize(
         [
             (
@@ -640,7 +676,8 @@ def _attention_gradient(
     done = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], mbarrier.MBarrierLayout())
     for block in gl.static_range(BLOCKS):
         mbarrier.init(done.index(block), count=1)
-    loaded, handed = (_barrier(), _barrier()), (all_logs, all_means, done)
+    loaded = _barrier(), _barrier(), _barrier(), _barrier()
+    handed = all_logs, all_means, done
     gl.warp_specialize(
         [
             (
