@@ -11,7 +11,6 @@ from gluon_on_cpu import OnCpu
 
 from quickvit.group import Layout
 from quickvit.ops import attention, hopper
-from quickvit.ops.triton import attention as packed_attention
 from quickvit.ops.triton import hopper_attention
 from quickvit.ops.triton.heads import to_packed
 
@@ -57,82 +56,6 @@ def test_attention_and_its_gradient(length):
         )
 
 
-def in_runs(x, heads):
-    """Packed q, k and v [T, 3C] with the pieces of A1 A2 B1 B2 of each head side by side, then those of E."""
-    one, two = x.unflatten(1, (8, -1)).split(4, dim=1)
-    one = one.unflatten(2, (3 * heads, -1)).transpose(1, 2)
-    two = two.reshape(len(x), 2, 3 * heads, -1).transpose(1, 2)
-    return torch.cat([one.flatten(1), two.flatten(1)], dim=1)
-
-
-@pytest.mark.parametrize("length", [1, 64, 65, 101])
-def test_attention_of_runs_and_its_gradient(length):
-    generator = torch.Generator().manual_seed(length)
-    number, heads, origin = 2, 3, 5
-    own = slice(origin, origin + number * length)
-    qkv, dout = (
-        torch.randn(own.stop + 3, parts * 64 * heads, generator=generator).mul(2).bfloat16()
-        for parts in (3, 1)
-    )
-    exact = qkv[own].double().requires_grad_()
-    expected = attention.definition(exact, heads, Layout(192 * heads), shapes=((number, length),))
-    (gradient,) = torch.autograd.grad(expected, exact, dout[own].double())
-    out, dqkv = (torch.full_like(x, float("nan")) for x in (dout, qkv))
-    logs, runs = torch.empty(number * heads * length), in_runs(qkv, heads)
-    hopper_attention.attention_forward_of_runs(runs, out, logs, heads, (number, length), origin)
-    hopper_attention.attention_backward_of_runs(dout, runs, out, logs, dqkv, heads, (number, length), origin)
-    for found, exactly in ((out, expected.detach()), (dqkv, gradient)):
-        # Nothing is written before or after the batch.
-        assert found[: own.start].isnan().all()
-        assert found[own.stop :].isnan().all()
-        largest = exactly.abs().max().item()
-        torch.testing.assert_close(found[own].double(), exactly, rtol=2e-2, atol=1e-2 * largest)
-
-
-def test_runs_of_several_lengths_have_the_kernels_that_fit():
-    generator = torch.Generator().manual_seed(0)
-    shapes, heads = ((1, 70), (3, 5), (1, 66)), 2
-    # Triton's interpreter cannot multiply in bfloat16.
-    qkv, dout = (torch.randn(151, width, generator=generator).half() for width in (384, 128))
-    exact = qkv.double().requires_grad_()
-    expected = attention.definition(exact, heads, Layout(384), shapes=shapes)
-    (gradient,) = torch.autograd.grad(expected, exact, dout.double())
-    runs = in_runs(qkv, heads)
-    out, lse = packed_attention.attention_forward(runs, None, heads, shapes, runs=True)
-    dqkv = packed_attention.attention_backward(dout, runs, None, out, lse, heads, shapes, runs=True)
-    for found, exactly in ((out, expected.detach()), (dqkv, gradient)):
-        largest = exactly.abs().max().item()
-        torch.testing.assert_close(found.double(), exactly, rtol=5e-3, atol=5e-3 * largest)
-
-
-@pytest.mark.parametrize("runs", [True, False])
-def test_what_is_not_finite_stays_in_its_sequence(runs):
-    generator = torch.Generator().manual_seed(0)
-    heads, dim, length = 2, 64 if runs else 80, 70
-    features = [torch.randn(2, length, heads, dim, generator=generator).bfloat16() for _ in range(4)]
-    results = []
-    for bad in (0.0, float("nan")):
-        q, k, v, dout = (torch.cat([x[:1], x[1:] + bad]) for x in features)
-        out, qkv, dqkv, dout_packed = (
-            torch.zeros(2 * length, parts * heads * dim).bfloat16() for parts in (1, 3, 3, 1)
-        )
-        if runs:
-            to_packed([q, k, v], qkv, 0)
-            to_packed([dout], dout_packed, 0)
-            logs, given = torch.empty(2 * heads * length), in_runs(qkv, heads)
-            hopper_attention.attention_forward_of_runs(given, out, logs, heads, (2, length), 0)
-            hopper_attention.attention_backward_of_runs(
-                dout_packed, given, out, logs, dqkv, heads, (2, length), 0
-            )
-        else:
-            logs = hopper_attention.attention_forward(q, k, v, out, 0)
-            hopper_attention.attention_backward(dout, q, k, v, out, logs, dqkv, 0)
-        assert out[length:].isfinite().all() == (bad == 0.0)
-        results.append((out[:length], dqkv[:length]))
-    for clean, found in zip(*results, strict=True):
-        assert torch.equal(clean, found)
-
-
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize(
@@ -147,7 +70,7 @@ def test_the_operator_takes_batches_long_and_short(shapes, biased, compiled):
     numbers, lengths = ([*sizes] for sizes in zip(*shapes, strict=True))
 
     def operator(qkv, bias=None):
-        return attention._head_attention(qkv, bias, heads, numbers, lengths, True)[0]
+        return attention._head_attention(qkv, bias, heads, numbers, lengths)[0]
 
     def definition(qkv, bias=None):
         return attention.definition(qkv, heads, Layout(480), bias, shapes=shapes)
@@ -159,25 +82,16 @@ def test_the_operator_takes_batches_long_and_short(shapes, biased, compiled):
         leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
         out = function(*leaves)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))])
-    # Without gradients it takes another way.
-    results[0].append(attention._head_attention(*(*inputs, None)[:2], heads, numbers, lengths, False)[0])
-    results[1].append(results[1][0])
     for actual, expected in zip(*results, strict=True):
         largest = expected.abs().max().item()
         torch.testing.assert_close(actual.double(), expected, rtol=5e-3, atol=5e-3 * largest)
 
 
-def test_they_are_for_heads_of_64_and_80_and_what_fits_into_shared_memory():
+def test_they_are_for_heads_of_80_and_what_fits_into_shared_memory():
     def most(dim, dtype=torch.bfloat16):
         return hopper_attention.most_tokens(torch.device("cuda"), dtype, dim)
 
-    assert [most(80), most(80, torch.float16), most(64), most(104), most(80, torch.float32)] == [
-        320,
-        320,
-        384,
-        0,
-        0,
-    ]
+    assert [most(80), most(80, torch.float16), most(64), most(80, torch.float32)] == [320, 320, 0, 0]
 
 
 def test_a_model_can_be_compiled_for_any_number_of_tokens(monkeypatch):

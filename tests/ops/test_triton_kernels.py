@@ -399,13 +399,6 @@ def test_heads(
         assert_near(feature[:, 0], expected[:, column], dtype)
 
 
-def test_q_can_be_left_out() -> None:
-    packed, bias = draw(0, 12, 480), draw(1, 60)
-    whole = heads.to_heads(packed, 2, 3, bias, (2, 5), 1)
-    for some, every in zip(heads.to_heads(packed, 2, 3, bias, (2, 5), 1, first=1), whole[1:], strict=True):
-        assert torch.equal(some, every)
-
-
 def test_heads_of_no_tokens() -> None:
     features = heads.to_heads(draw(0, 0, 240), 1, 3, None, (0, 5), 0)
     assert [feature.shape for feature in features] == [(0, 5, 1, 80)] * 3

@@ -53,7 +53,7 @@ def octic_attention(
     if not dropout and _reads_packed(qkv, heads):
         return _attention(qkv, bias, heads, numbers, lengths)[0]
     if not dropout and _takes_heads(qkv, heads, max(lengths)):
-        return _head_attention(qkv, bias, heads, numbers, lengths, needs_grad(qkv, bias))[0]
+        return _head_attention(qkv, bias, heads, numbers, lengths)[0]
     if not dropout and _fits_whole_heads(qkv, bias, heads, max(lengths)):
         return _whole_heads(qkv, bias, heads, numbers, lengths)
     features = _split_heads(qkv, bias, heads, numbers, lengths)
@@ -298,7 +298,7 @@ _attention.register_autograd(_backward, setup_context=_setup)
 
 @closed_operator("octic_head_attention")
 def _head_attention(
-    qkv: Tensor, bias: Tensor | None, heads: int, numbers: list[int], lengths: list[int], graded: bool
+    qkv: Tensor, bias: Tensor | None, heads: int, numbers: list[int], lengths: list[int]
 ) -> list[Tensor]:
     """The result, and for the gradients of each long batch q, k, v [B, N, H, D] and logarithms of sums [B, H, N]."""
     from quickvit.ops.triton.heads import to_heads
@@ -310,23 +310,20 @@ def _head_attention(
     for origin, shape in _batches(numbers, lengths):
         if shape[1] <= SHORT:
             attention_of_batch(qkv, bias, out, heads, shape, origin)
-        elif graded:
+        else:
             features = to_heads(qkv, heads, 3, bias, shape, origin)
             kept += [*features, hopper.attention_kernels().attention_forward(*features, out, origin)]
-        else:
-            k, v = to_heads(qkv, heads, 3, bias, shape, origin, first=1)
-            hopper.attention_kernels().attention_without_gradients(qkv, bias, k, v, out, origin)
     return [out, *kept]
 
 
 @_head_attention.register_fake
-def _(qkv, bias, heads, numbers, lengths, graded):
+def _(qkv, bias, heads, numbers, lengths):
     from quickvit.ops.triton.whole_head import SHORT
 
     channels = qkv.shape[1] // 3
     kept = []
     for number, length in _shapes(numbers, lengths):
-        if graded and length > SHORT:
+        if length > SHORT:
             kept += [qkv.new_empty(number, length, heads, channels // heads) for _ in range(3)]
             kept.append(qkv.new_empty(number, heads, length, dtype=torch.float32))
     return [qkv.new_empty(qkv.shape[0], channels), *kept]
@@ -370,7 +367,7 @@ def _(grad, out, kept, qkv, bias, heads, numbers, lengths):
 def _head_setup(ctx, inputs, output):
     from quickvit.ops.triton.whole_head import SHORT
 
-    qkv, bias, heads, numbers, lengths, _ = inputs
+    qkv, bias, heads, numbers, lengths = inputs
     ctx.sizes = heads, numbers, lengths
     short = min(lengths) <= SHORT
     ctx.save_for_backward(*((qkv, bias) if short else (None, None)), *output)
@@ -382,7 +379,7 @@ def _head_backward(ctx, grads):
     qkv, bias, out, *kept = ctx.saved_tensors
     grad = _head_attention_grad(grads[0], out, kept, qkv, bias, *ctx.sizes)
     grad_bias = grad[:, : ctx.bias_width].sum(0) if ctx.needs_input_grad[1] else None
-    return grad, grad_bias, None, None, None, None
+    return grad, grad_bias, None, None, None
 
 
 _head_attention.register_autograd(_head_backward, setup_context=_head_setup)
@@ -481,7 +478,7 @@ _ops = torch.ops.quickvit
 @register_flop_formula(
     [_ops.octic_attention, _ops.octic_attention_cpu, _ops.octic_whole_heads, _ops.octic_head_attention]
 )
-def _attention_flops(qkv, bias, heads, numbers, lengths, *_, **__):
+def _attention_flops(qkv, bias, heads, numbers, lengths, **__):
     return 4 * _pairs(numbers, lengths) * (qkv[1] // 3)
 
 

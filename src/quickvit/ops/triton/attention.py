@@ -22,7 +22,6 @@ rest is one smaller, masked step, TAIL: N is often a few more than a multiple of
 """
 
 import math
-from types import ModuleType
 
 import torch
 import triton
@@ -40,9 +39,6 @@ FORWARD_TILES: Tiles = {64: ((128, 16, 4, 3), (64, 16, 4, 3)), 128: ((64, 16, 4,
 FORWARD_TILES_OF_RUNS: Tiles = FORWARD_TILES | {64: ((128, 32, 4, 3), (64, 32, 4, 3))}
 QUERY_TILES: Tiles = {64: ((128, 64, 8, 1), (64, 32, 4, 2)), 128: ((128, 64, 8, 2), (64, 64, 8, 2))}
 KEY_TILES: Tiles = {64: ((64, 16, 4, 3),), 128: ((128, 32, 8, 2), (64, 64, 8, 2))}
-
-# Tokens of sequences that are too short to take whole heads of.
-SHORT = 64
 
 _LOG2E = tl.constexpr(1 / math.log(2))
 _LN2 = tl.constexpr(math.log(2))
@@ -401,26 +397,13 @@ def _tile(kernel: str, tiles: Tiles, dim: int, rows: int, device: torch.device) 
     return triton.cdiv(rows, block), meta
 
 
-def whole_heads() -> ModuleType:
-    """The kernels that keep a whole head in shared memory, for those GPUs that write runs."""
-    from quickvit.ops.triton import hopper_attention
-
-    return hopper_attention
-
-
-def _takes_whole(qkv: torch.Tensor, dim: int, length: int) -> bool:
-    """Whether those kernels take sequences of this length; short ones leave them idle."""
-    taken: bool = SHORT < length <= whole_heads().most_tokens(qkv.device, qkv.dtype, dim)
-    return taken
-
-
 def attention_forward(
     qkv: torch.Tensor, bias: torch.Tensor | None, heads: int, shapes: Shapes, runs: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over qkv[T, 3C], packed or `runs`, with the A1 bias[3C/8] of q, k, v, in sequences of these shapes.
 
     Returns o[T, C], packed, and the log-sum-exp of the scaled scores in float32, lse[T H], of each batch [B, H, N],
-    without the constant that k's bias adds to it; to base 2 where a kernel takes whole heads.
+    without the constant that k's bias adds to it.
     """
     tokens, width = qkv.shape
     dim = width // (3 * heads)
@@ -430,10 +413,6 @@ def attention_forward(
     tiles = FORWARD_TILES_OF_RUNS if runs else FORWARD_TILES
     with torch.cuda.device_of(qkv):
         for origin, number, length in places(shapes):
-            if runs and _takes_whole(qkv, dim, length):
-                logs = lse[origin * heads : (origin + number * length) * heads]
-                whole_heads().attention_forward_of_runs(qkv, out, logs, heads, (number, length), origin)
-                continue
             programs, meta = _tile(kernel, tiles, dim, length, qkv.device)
             traced(_attention_forward)[(number * heads * programs,)](
                 qkv, bias, out, lse, origin, length, HEADS=heads, c=dim // 8, RUNS=runs, **meta
@@ -457,12 +436,6 @@ def attention_backward(
     deltas = torch.empty_like(lse)
     with torch.cuda.device_of(qkv):
         for origin, number, length in places(shapes):
-            if runs and _takes_whole(qkv, dim, length):
-                logs = lse[origin * heads : (origin + number * length) * heads]
-                whole_heads().attention_backward_of_runs(
-                    dout, qkv, out, logs, dqkv, heads, (number, length), origin
-                )
-                continue
             programs, meta = _tile("attention query gradient", QUERY_TILES, dim, length, qkv.device)
             traced(_attention_backward_query)[(number * heads * programs,)](
                 dout,

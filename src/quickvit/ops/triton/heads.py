@@ -110,17 +110,16 @@ def _to_heads(
     TOKENS: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Entries (head, d) of the features, or of k and v alone, from their packed columns, plus the bias of A1."""
-    features = (q,) if k is None else (k, v) if q is None else (q, k, v)
-    PARTS: tl.constexpr = 1 if k is None else 3
-    FIRST: tl.constexpr = PARTS - len(features)
+    """Entries (head, d) of the features from their packed columns, plus the bias of A1."""
+    features = (q,) if k is None else (q, k, v)
+    PARTS: tl.constexpr = len(features)
     first, entry = _run(M, TOKENS, RUN)
     head, d = entry // (8 * c), entry % (8 * c)
     block = block_of(d, c)
     pieces = tl.where(d < 4 * c, 1, 2)
     place = head * (pieces * c) + d - block * c
     shift = None
-    for part in tl.static_range(FIRST, PARTS):
+    for part in tl.static_range(PARTS):
         column = block * (PARTS * M) + pieces * (part * M) + place
         column = tl.max_contiguous(tl.multiple_of(column, VECTOR), VECTOR)
         if bias is not None:
@@ -129,7 +128,7 @@ def _to_heads(
         _copy(
             packed + (origin + first) * (8 * PARTS * M),
             column,
-            features[part - FIRST] + first * (8 * M),
+            features[part] + first * (8 * M),
             entry,
             shift,
             entry,
@@ -200,20 +199,18 @@ def to_heads(
     bias: torch.Tensor | None,
     shape: tuple[int, int],
     origin: int,
-    first: int = 0,
 ) -> list[torch.Tensor]:
     """The `parts` features [B, N, H, D] of a batch that begins at token `origin` of packed[T, parts · C].
 
-    The A1 bias[parts · C/8] is added. Of q, k and v the `first` may be left out.
+    The A1 bias[parts · C/8] is added.
     """
     m, tokens = packed.shape[1] // (8 * parts), shape[0] * shape[1]
     size = (*shape, heads, 8 * m // heads)
-    features = [torch.empty(size, dtype=packed.dtype, device=packed.device) for _ in range(parts - first)]
+    features = [torch.empty(size, dtype=packed.dtype, device=packed.device) for _ in range(parts)]
     if tokens:
         with torch.cuda.device_of(packed):
             grid, meta = _grid("to heads", packed, tokens, m, m // heads)
-            given = [None] * first + features
-            traced(_to_heads)[grid](packed, bias, *_three(given), origin, tokens, **meta)
+            traced(_to_heads)[grid](packed, bias, *_three(features), origin, tokens, **meta)
     return features
 
 
@@ -227,5 +224,5 @@ def to_packed(features: list[torch.Tensor], packed: torch.Tensor, origin: int) -
             traced(_to_packed)[grid](*_three(features), packed, origin, tokens, **meta)
 
 
-def _three(features: list[torch.Tensor] | list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def _three(features: list[torch.Tensor]) -> list[torch.Tensor | None]:
     return [*features, *[None] * (3 - len(features))]
