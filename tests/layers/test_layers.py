@@ -1,5 +1,6 @@
 """Every layer commutes with the group, keeps variance, and refuses what it cannot do."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -23,7 +24,8 @@ from quickvit.layers import (
     OcticPosition,
 )
 from quickvit.layers.position import resize_matrix
-from quickvit.ops import octic_gelu
+from quickvit.ops import octic_gelu, plain
+from quickvit.ops.cpu import library
 from quickvit.testing import assert_equivariant, assert_invariant, equivariance_error, randomize
 
 D4, D16 = DihedralGroup(4), DihedralGroup(16)
@@ -336,3 +338,21 @@ def test_act_on_tokens_is_what_attention_commutes_with():
         return act_on_tokens(x, g, (2, 3), prefix=1)
 
     assert_equivariant(layer, x, act, act)
+
+
+@pytest.mark.skipif(not library.available(), reason="needs the kernels in C")
+@pytest.mark.parametrize("layer", [OcticAttention(32, 2), OcticMlp(32, 64)], ids=["attention", "mlp"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_by_kernels_are_those_of_the_definitions(layer, compiled, monkeypatch):
+    """Of all parameters: a bias that one step adds and another sums the gradient of must not count twice."""
+    # On a GPU the perceptron is several operators in training.
+    monkeypatch.setattr("quickvit.layers.mlp.takes_mlp", lambda *_: False)
+    x = torch.randn(2, 5, 32)
+    exact = randomize(copy.deepcopy(layer)).double()
+    layer = copy.deepcopy(exact).float()
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    found = torch.autograd.grad(run(x).square().sum(), list(layer.parameters()))
+    with plain():
+        expected = torch.autograd.grad(exact(x.double()).square().sum(), list(exact.parameters()))
+    for (name, _), a, b in zip(layer.named_parameters(), found, expected, strict=True):
+        assert (a - b).abs().max() < 1e-4 * b.abs().max(), name
