@@ -145,9 +145,15 @@ def hopper(limit):
             kernels.linear(x, one, two, y)
             kernels.linear(x, one.mT.contiguous().mT, two.mT.contiguous().mT, y)
             kernels.linear_heads(x, one, two, torch.empty(f), 8)
-            if width == 1024:
-                with_gelu.linear_gelu(x, one, two, torch.empty(f), y)
-                with_gelu.linear_gelu(x, one, two, None, y)
+    for width in with_gelu.STEPS:
+        for dtype in (torch.bfloat16, torch.float16):
+            x, y = torch.empty(1, width, dtype=dtype), torch.empty(1, 4 * width, dtype=dtype)
+            one, two = (
+                torch.empty(shape, dtype=dtype)
+                for shape in ((4, width // 2, width // 8), (1, width, width // 4))
+            )
+            with_gelu.linear_gelu(x, one, two, torch.empty(width // 2), y)
+            with_gelu.linear_gelu(x, one, two, None, y)
     for tokens in (257, 197):
         q, packed = (
             torch.empty(shape, dtype=torch.bfloat16) for shape in ((1, tokens, 16, 80), (tokens, 1280))

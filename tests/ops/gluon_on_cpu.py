@@ -195,9 +195,9 @@ class Program:
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_init": lambda value: value,
             "warpgroup_mma_wait": self.wait_for_products,
-            "_view": Memory.view,
-            "_load": self.load,
-            "_store": lambda boxes, corner, memory: self.warps.stores.append((boxes, corner, memory)),
+            "view_as": Memory.view,
+            "load_box": self.load,
+            "store_box": lambda boxes, corner, memory: self.warps.stores.append((boxes, corner, memory)),
         }
         self.functions = {}
 

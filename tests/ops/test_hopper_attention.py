@@ -56,6 +56,22 @@ def test_attention_and_its_gradient(length):
         )
 
 
+def test_what_is_not_finite_stays_in_its_sequence():
+    generator = torch.Generator().manual_seed(0)
+    heads, dim, length = 2, 80, 70
+    features = [torch.randn(2, length, heads, dim, generator=generator).bfloat16() for _ in range(4)]
+    results = []
+    for bad in (0.0, float("nan")):
+        q, k, v, dout = (torch.cat([x[:1], x[1:] + bad]) for x in features)
+        out, dqkv = (torch.zeros(2 * length, parts * heads * dim).bfloat16() for parts in (1, 3))
+        logs = hopper_attention.attention_forward(q, k, v, out, 0)
+        hopper_attention.attention_backward(dout, q, k, v, out, logs, dqkv, 0)
+        assert out[length:].isfinite().all() == (bad == 0.0)
+        results.append((out[:length], dqkv[:length]))
+    for clean, found in zip(*results, strict=True):
+        assert torch.equal(clean, found)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize(

@@ -22,21 +22,23 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(hopper_gelu, "multiprocessors", lambda device: 3)
 
 
-def problem(tokens, width, dtype):
+def problem(tokens, channels, width, dtype):
     generator = torch.Generator().manual_seed(tokens)
 
     def noise(*shape):
         return torch.randn(shape, generator=generator)
 
-    x, f = noise(tokens, 1024).to(dtype), width // 8
-    return x, ((noise(4, f, 128) / 128**0.5).to(dtype), (noise(1, 2 * f, 256) / 16).to(dtype)), noise(f)
+    x, f, m = noise(tokens, channels).to(dtype), width // 8, channels // 8
+    weights = noise(4, f, m) / m**0.5, noise(1, 2 * f, 2 * m) / (2 * m) ** 0.5
+    return x, tuple(weight.to(dtype) for weight in weights), noise(f)
 
 
+@pytest.mark.parametrize("channels", [1024, 1280])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 256), (130, 768), (450, 2048)])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_it_is_the_linear_map_and_gelu(tokens, width, biased, dtype):
-    x, weights, bias = problem(tokens, width, dtype)
+def test_it_is_the_linear_map_and_gelu(tokens, channels, width, biased, dtype):
+    x, weights, bias = problem(tokens, channels, width, dtype)
     bias = bias if biased else None
     y = torch.full((tokens + 1, width), float("nan"), dtype=dtype)
     hopper_gelu.linear_gelu(x, *weights, bias, y[:tokens])
@@ -49,14 +51,14 @@ def test_it_is_the_linear_map_and_gelu(tokens, width, biased, dtype):
 
 
 def test_no_tokens():
-    x, weights, bias = problem(0, 256, torch.bfloat16)
+    x, weights, bias = problem(0, 1024, 256, torch.bfloat16)
     hopper_gelu.linear_gelu(x, *weights, bias, torch.empty(0, 256, dtype=x.dtype))
 
 
 def test_the_perceptron_is_made_of_it(monkeypatch):
     monkeypatch.setattr(hopper, "launches_gelu", lambda *_: True)
     monkeypatch.setattr(mlp, "kernels", None)
-    x, up, bias = problem(70, 512, torch.bfloat16)
+    x, up, bias = problem(70, 1280, 512, torch.bfloat16)
     down = tuple((torch.randn_like(w.float().mT) / 10).to(x.dtype) for w in up)
     y = torch.full_like(x, float("nan"))
     mlp.in_parts(x, y, up, bias, down)
@@ -69,8 +71,10 @@ def test_the_perceptron_is_made_of_it(monkeypatch):
     [
         (torch.bfloat16, 1024, 4096, 232448, True),
         (torch.float16, 1024, 512, 232448, True),
+        (torch.bfloat16, 1280, 5120, 232448, True),
         (torch.float32, 1024, 4096, 232448, False),
         (torch.bfloat16, 768, 3072, 232448, False),
+        (torch.bfloat16, 1664, 6656, 232448, False),
         (torch.bfloat16, 1024, 4224, 232448, False),
         (torch.bfloat16, 1024, 4096, 166912, False),
     ],

@@ -197,15 +197,17 @@ def test_hopper_has_a_kernel_for_the_linear_map(width, tokens, transposed):
 
 @pytest.mark.skipif(not HOPPER, reason="needs Hopper")
 @pytest.mark.parametrize("tokens", [1, 64, 197, 1023, 12608])
+@pytest.mark.parametrize("channels", [1024, 1280])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_hopper_has_one_kernel_for_the_linear_map_and_gelu(tokens, dtype):
+def test_hopper_has_one_kernel_for_the_linear_map_and_gelu(tokens, dtype, channels):
     torch.manual_seed(0)
 
     def randn(*shape):
         return (torch.randn(*shape, device=DEVICE) / 128**0.5).to(dtype)
 
-    x, weights, bias = 10 * randn(tokens, 1024), (randn(4, 512, 128), randn(1, 1024, 256)), randn(512)
-    together, apart = (x.new_full((tokens, 4096), float("nan")) for _ in range(2))
+    m, f = channels // 8, channels // 2
+    x, weights, bias = 10 * randn(tokens, channels), (randn(4, f, m), randn(1, 2 * f, 2 * m)), randn(f)
+    together, apart = (x.new_full((tokens, 8 * f), float("nan")) for _ in range(2))
     hopper.gelu_kernels().linear_gelu(x, *weights, bias, together)
     linear.products(x, *weights, apart)
     apart = gelu.octic_gelu(apart, bias)

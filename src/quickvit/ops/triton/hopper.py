@@ -29,27 +29,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from quickvit.ops.triton.boxes import accumulators, in_boxes, load_box, store_box, view_as
 from quickvit.ops.triton.launch import multiprocessors, shared_memory
-
-# Their names in newer and in older releases of Triton.
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_memory = gl.shared_memory_descriptor
-_view = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 # Numbers of channels at which it is faster than products of cuBLAS; at 1280 it is not, for want of room.
 CHANNELS = (768, 1024)
 SIDE = gl.constexpr(64)
 # Registers of a thread that loads, and of one that computes.
 _FEW, _MANY = gl.constexpr(40), gl.constexpr(232)
-
-
-@gluon.constexpr_function
-def _accumulators(columns):
-    """Where the entries of a product of 64 rows are."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.constexpr_function
@@ -101,18 +89,18 @@ def _load_everything(
                 inner = piece * STEP
                 buffer = buffers.index(part * PIECES + piece)
                 if TRANSPOSED:
-                    _load(one, [part % 4 * M + inner, column], ready, buffer)
+                    load_box(one, [part % 4 * M + inner, column], ready, buffer)
                 else:
-                    _load(one, [part % 4 * F + column, inner], ready, buffer)
+                    load_box(one, [part % 4 * F + column, inner], ready, buffer)
             else:
                 # Of each group two halves of the inner dimension, and of these two halves of the columns.
                 column = panel * (4 * SIDE) + (part // 4 * 2 + part % 2) * SIDE
                 inner = part // 2 % 2 * M + piece * STEP
                 buffer = buffers.index((part // 2 * PIECES + piece) * 2 + part % 2)
                 if TRANSPOSED:
-                    _load(two, [inner, column], ready, buffer)
+                    load_box(two, [inner, column], ready, buffer)
                 else:
-                    _load(two, [column, inner], ready, buffer)
+                    load_box(two, [column, inner], ready, buffer)
     ring, full, empty = tokens
     turn = 0
     for block in range(begin, blocks, step):
@@ -123,7 +111,7 @@ def _load_everything(
             mbarrier.expect(ready, SIDE * M * 2)
             for piece in gl.static_range(PIECES):
                 corner = [block * SIDE, (first + part) * M + piece * STEP]
-                _load(x, corner, ready, ring.index(stage * PIECES + piece))
+                load_box(x, corner, ready, ring.index(stage * PIECES + piece))
             turn += 1
 
 
@@ -170,7 +158,7 @@ def _quartet(
 ):
     """The products of A1 A2 B1 B2 of a block of tokens."""
     W: gl.constexpr = 4 * GROUP
-    none = gl.zeros((SIDE, SIDE), gl.float32, layout=_accumulators(SIDE))
+    none = gl.zeros((SIDE, SIDE), gl.float32, layout=accumulators(SIDE))
     a1 = _times(tokens, turn, weights, W, none, False, True, PIECES, STAGES, TRANSPOSED)
     a2 = _times(tokens, turn + 1, weights, W + 1, none, False, False, PIECES, STAGES, TRANSPOSED)
     b1 = _times(tokens, turn + 2, weights, W + 2, none, False, False, PIECES, STAGES, TRANSPOSED)
@@ -192,7 +180,7 @@ def _pair(
 ):
     """The products of both components of E, of twice as many columns, and sums of two."""
     W: gl.constexpr = 2 * GROUP
-    none = gl.zeros((SIDE, 2 * SIDE), gl.float32, layout=_accumulators(2 * SIDE))
+    none = gl.zeros((SIDE, 2 * SIDE), gl.float32, layout=accumulators(2 * SIDE))
     e1 = _times(tokens, turn, weights, W, none, False, True, PIECES, STAGES, TRANSPOSED)
     e1 = _times(tokens, turn + 1, weights, W + 1, e1, True, False, PIECES, STAGES, TRANSPOSED)
     e2 = _times(tokens, turn + 2, weights, W, none, False, False, PIECES, STAGES, TRANSPOSED)
@@ -232,7 +220,7 @@ def _put(y, slots, NUMBER: gl.constexpr, row, column, value):
     slot = slots[NUMBER % len(slots)]
     slot.store(value.to(y.dtype))
     fence_async_shared()
-    _store(y, [row, column], slot)
+    store_box(y, [row, column], slot)
 
 
 @gluon.jit
@@ -264,7 +252,7 @@ def _compute(
             a1, a2, b1, b2 = _quartet(tokens, turn, buffers, GROUP, PIECES, STAGES, TRANSPOSED)
             turn += 4
             if bias is not None:
-                lane = gl.arange(0, SIDE, layout=gl.SliceLayout(0, _accumulators(SIDE)))
+                lane = gl.arange(0, SIDE, layout=gl.SliceLayout(0, accumulators(SIDE)))
                 a1 += gl.load(bias + column + lane).to(gl.float32)[None, :]
             if c == 0:
                 _put(y, slots, 0, row, column, a1)
@@ -281,7 +269,7 @@ def _compute(
                 _put(y, slots, 1, row, 4 * column + 2 * SIDE, right)
     else:
         column = (2 * panel + GROUP) * 2 * SIDE
-        wide = _view(buffers, buffers.dtype, _wide(buffers.shape, TRANSPOSED), buffers.layout)
+        wide = view_as(buffers, buffers.dtype, _wide(buffers.shape, TRANSPOSED), buffers.layout)
         for block in range(begin, blocks, step):
             row = block * SIDE
             e1, e2 = _pair(tokens, turn, wide, GROUP, PIECES, STAGES, TRANSPOSED)
@@ -401,11 +389,11 @@ def _launch(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, bias, y: torc
     box = (step, 64) if transposed else (64, step)
     with torch.cuda.device_of(x):
         _octic_linear[(panels * (ones + twos),)](
-            _boxes(x, (64, step)),
-            _boxes(one.flatten(0, 1), box),
-            _boxes(two.flatten(0, 1), box),
+            in_boxes(x, (64, step)),
+            in_boxes(one.flatten(0, 1), box),
+            in_boxes(two.flatten(0, 1), box),
             bias,
-            _boxes(y, (64, 128 if piece else 64)),
+            in_boxes(y, (64, 128 if piece else 64)),
             blocks,
             panels,
             ones,
@@ -420,24 +408,6 @@ def _launch(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, bias, y: torc
             # What is left of a multiprocessor's registers for 12 warps.
             maxnreg=168,
         )
-
-
-def _boxes(tensor: torch.Tensor, shape: tuple[int, int]) -> TensorDescriptor:
-    """A matrix that is read or written in boxes of this shape; a copy if the hardware cannot read it where it is."""
-    if not reachable(tensor):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return TensorDescriptor.from_tensor(tensor, list(shape), _layout(shape, tensor.dtype))
-
-
-def reachable(tensor: torch.Tensor) -> bool:
-    """Whether the hardware can read and write a matrix where it is, in boxes."""
-    return tensor.data_ptr() % 16 == 0 and tensor.stride(1) == 1 and tensor.stride(0) % 8 == 0
-
-
-@cache
-def _layout(shape: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for(list(shape), kind)
 
 
 def linear(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, out: torch.Tensor) -> None:

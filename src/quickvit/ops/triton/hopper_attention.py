@@ -13,8 +13,6 @@ A vector of 80 entries is a tile of 64 and one of 16, and the last block of toke
 operand: products then do little more than they have to, where general kernels round up to 128 entries and 64 tokens.
 
 q, k, v and do are in heads, as `heads.py` writes them. The results go to packed channels, from registers.
-
-The last block of a sequence has tokens of the next one in it, which count for nothing, unless they are not finite.
 """
 
 import math
@@ -30,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quickvit.ops.triton.boxes import accumulators, in_boxes, load_box, view_as
 from quickvit.ops.triton.heads import block_of
-from quickvit.ops.triton.hopper import _accumulators, _boxes, _load
 from quickvit.ops.triton.launch import shared_memory
 
 # By head size: the two parts of a vector.
@@ -45,12 +43,12 @@ _FORWARD, _BACKWARD = gl.constexpr(128), gl.constexpr(240)
 @gluon.constexpr_function
 def _operand(columns):
     """Where entries of the left operand are whose product has so many columns."""
-    return gl.DotOperandLayout(operand_index=0, parent=_accumulators(columns), k_width=2)
+    return gl.DotOperandLayout(operand_index=0, parent=accumulators(columns), k_width=2)
 
 
 @gluon.jit
 def _nothing(COLUMNS: gl.constexpr):
-    return gl.zeros((SIDE, COLUMNS), gl.float32, layout=_accumulators(COLUMNS))
+    return gl.zeros((SIDE, COLUMNS), gl.float32, layout=accumulators(COLUMNS))
 
 
 @gluon.jit
@@ -105,13 +103,13 @@ def _begin_sums(weights, memory, chunk, sums):
 @gluon.jit
 def _along_rows(line, values):
     """A number for each row, to be combined with a tile of values."""
-    return gl.convert_layout(line, gl.SliceLayout(1, _accumulators(values.shape[1])))[:, None]
+    return gl.convert_layout(line, gl.SliceLayout(1, accumulators(values.shape[1])))[:, None]
 
 
 @gluon.jit
 def _along_columns(memory, block, values):
     """A number for each of a block's tokens, which are the columns of a tile of values."""
-    layout: gl.constexpr = gl.SliceLayout(0, _accumulators(values.shape[1]))
+    layout: gl.constexpr = gl.SliceLayout(0, accumulators(values.shape[1]))
     return memory.index(block).slice(0, values.shape[1]).load(layout)[None, :]
 
 
@@ -119,13 +117,13 @@ def _along_columns(memory, block, values):
 def _without(scores, chunk, N):
     """Scores of keys less those past the end."""
     COLUMNS: gl.constexpr = scores.shape[1]
-    key = chunk * SIDE + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, _accumulators(COLUMNS)))
+    key = chunk * SIDE + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, accumulators(COLUMNS)))
     return gl.where((key < N)[None, :], scores, -float("inf"))
 
 
 @gluon.jit
 def _tokens(block, COLUMNS: gl.constexpr):
-    return block * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(1, _accumulators(COLUMNS)))
+    return block * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(1, accumulators(COLUMNS)))
 
 
 @gluon.jit
@@ -141,7 +139,7 @@ def _packed(
     c: gl.constexpr,
 ):
     """Where a block of tokens has a head's entries from START on, in one of the PARTS that a packed feature has."""
-    d = START + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, _accumulators(COLUMNS)))
+    d = START + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, accumulators(COLUMNS)))
     first = block_of(d, c)
     length = gl.where(d < 4 * c, c, 2 * c)
     column = first * (PARTS * HEADS * c) + (PART * HEADS + head) * length + d - first * c
@@ -182,7 +180,7 @@ def _queries(q, block, N, WIDE: gl.constexpr, REST: gl.constexpr, HEADS: gl.cons
 
 @gluon.jit
 def _part_of_queries(q, block, N, COLUMNS: gl.constexpr, HEADS: gl.constexpr, c: gl.constexpr):
-    d = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, _accumulators(COLUMNS)))
+    d = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, accumulators(COLUMNS)))
     token = _tokens(block, COLUMNS)
     place = q + token.to(gl.int64)[:, None] * (8 * HEADS * c) + d[None, :]
     return gl.convert_layout(gl.load(place, mask=(token < N)[:, None], other=0.0), _operand(SIDE))
@@ -193,7 +191,7 @@ def _attend(queries, tiles, state, chunk, N, COLUMNS: gl.constexpr, SCALE: gl.co
     """Add a block of keys to the largest score, Σ weights and Σ weights · v; N says where keys end, if they may."""
     k, v = tiles
     largest, total, wide, rest = state
-    line: gl.constexpr = gl.SliceLayout(1, _accumulators(SIDE))
+    line: gl.constexpr = gl.SliceLayout(1, accumulators(SIDE))
     score = _begin_scores(_for_columns(queries, COLUMNS), k, chunk, COLUMNS)
     score = warpgroup_mma_wait(0, deps=(score,))
     if N is not None:
@@ -230,11 +228,12 @@ def _forward(
     SCALE: gl.constexpr = _LOG2E / (8 * c) ** 0.5
     WIDE: gl.constexpr = k[0].shape[2]
     REST: gl.constexpr = k[1].shape[2]
-    line: gl.constexpr = gl.SliceLayout(1, _accumulators(SIDE))
+    line: gl.constexpr = gl.SliceLayout(1, accumulators(SIDE))
     head = gl.program_id(0) % HEADS
-    row = gl.program_id(0) // HEADS * N
+    sequence = gl.program_id(0) // HEADS
+    row = sequence * N
     if GROUP == 0:
-        _load_all(boxes, tiles, loaded, row, head * (8 * c), BLOCKS)
+        _load_all(boxes, tiles, loaded, sequence, head * (8 * c), BLOCKS)
     q += gl.cast(row, gl.int64) * (8 * HEADS * c) + head * (8 * c)
     out += gl.cast(origin + row, gl.int64) * (8 * HEADS * c)
     logs += gl.program_id(0) * N
@@ -275,8 +274,8 @@ def _results(
 @gluon.jit
 def _dots(o, do, block):
     """Σ o do over the entries of a part, for a block of tokens."""
-    line: gl.constexpr = gl.SliceLayout(1, _accumulators(SIDE))
-    gradients = do.index(block).load(_accumulators(do.shape[2])).to(gl.float32)
+    line: gl.constexpr = gl.SliceLayout(1, accumulators(SIDE))
+    gradients = do.index(block).load(accumulators(do.shape[2])).to(gl.float32)
     return gl.convert_layout(gl.sum(o.to(gl.float32) * gradients, axis=1), line)
 
 
@@ -371,15 +370,16 @@ def _of_keys(
 
 
 @gluon.jit
-def _load_all(boxes, tiles, barrier, row, column, BLOCKS: gl.constexpr):
-    """All blocks of two features begin to be loaded."""
+def _load_all(boxes, tiles, barrier, sequence, column, BLOCKS: gl.constexpr):
+    """All blocks of two features begin to be loaded; past the end of the sequence they are zero."""
     WIDE: gl.constexpr = tiles[0][0].shape[2]
     mbarrier.expect(barrier, 2 * BLOCKS * SIDE * (WIDE + tiles[0][1].shape[2]) * 2)
     for block in gl.static_range(BLOCKS):
         for feature in gl.static_range(2):
             for part in gl.static_range(2):
-                corner = [row + block * SIDE, column + part * WIDE]
-                _load(boxes[feature][part], corner, barrier, tiles[feature][part].index(block))
+                source, target = boxes[feature][part], tiles[feature][part].index(block)
+                target = view_as(target, target.dtype, source.block_type.shape, source.layout)
+                load_box(source, [sequence, block * SIDE, column + part * WIDE], barrier, target)
 
 
 @gluon.jit
@@ -401,10 +401,11 @@ def _backward(
 ):
     """A group's blocks: of queries every other one, of keys the others, so that nobody has the odd one twice."""
     head = gl.program_id(0) % HEADS
-    row = gl.program_id(0) // HEADS * N
+    sequence = gl.program_id(0) // HEADS
+    row = sequence * N
     if GROUP == 0:
-        _load_all((boxes[0], boxes[1]), (tiles[0], tiles[1]), loaded[0], row, head * (8 * c), BLOCKS)
-        _load_all((boxes[2], boxes[3]), (tiles[2], tiles[3]), loaded[1], row, head * (8 * c), BLOCKS)
+        _load_all((boxes[0], boxes[1]), (tiles[0], tiles[1]), loaded[0], sequence, head * (8 * c), BLOCKS)
+        _load_all((boxes[2], boxes[3]), (tiles[2], tiles[3]), loaded[1], sequence, head * (8 * c), BLOCKS)
     out += gl.cast(origin + row, gl.int64) * (8 * HEADS * c)
     dqkv += gl.cast(origin + row, gl.int64) * (24 * HEADS * c)
     logs += gl.program_id(0) * N
@@ -424,7 +425,9 @@ def _backward(
 @gluon.jit
 def _allocate(boxes, BLOCKS: gl.constexpr):
     """Shared memory for all blocks of one part of a feature."""
-    return gl.allocate_shared_memory(boxes.dtype, [BLOCKS, SIDE, boxes.block_type.shape[1]], boxes.layout)
+    COLUMNS: gl.constexpr = boxes.block_type.shape[2]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDE, COLUMNS], boxes.dtype)
+    return gl.allocate_shared_memory(boxes.dtype, [BLOCKS, SIDE, COLUMNS], layout)
 
 
 @gluon.jit
@@ -538,9 +541,9 @@ def _sizes(q: torch.Tensor) -> dict[str, int]:
 
 
 def _boxes_of(*features: torch.Tensor) -> list[object]:
-    """Both parts of features [B, N, H, D] in blocks of 64 tokens."""
-    rows = [x.view(-1, x.shape[2] * x.shape[3]) for x in features]
-    return [_boxes(x, (64, part)) for x in rows for part in PARTS[features[0].shape[3]]]
+    """Both parts of features [B, N, H, D] in blocks of 64 tokens of one sequence."""
+    parts = PARTS[features[0].shape[3]]
+    return [in_boxes(x.flatten(2), (1, 64, part)) for x in features for part in parts]
 
 
 def attention_forward(
