@@ -29,7 +29,7 @@ depth=${DEPTH-8}
 fewer=(${depth:+--depth $depth})
 for piece in "$@"; do
     case $piece in
-        model) bench "$piece" model --sizes large --families d8 h8 --views false "${graphs[@]}" ;;
+        model) bench "$piece" model --sizes large --families d8 h8 i8 --views false "${graphs[@]}" ;;
         eager) bench "$piece" model --sizes large huge --families d8 h8 --views false --compile none --repeats 7 ;;
         launched) bench "$piece" model --sizes large --families d8 h8 --views false "${fewer[@]}" --compile default --repeats 7 ;;
         views) bench "$piece" model --sizes large --families i8 "${fewer[@]}" "${graphs[@]}" ;;
