@@ -34,10 +34,8 @@ for piece in "$@"; do
         launched) bench "$piece" model --sizes large --families d8 h8 --views false "${fewer[@]}" --compile default --repeats 7 ;;
         views) bench "$piece" model --sizes large --families i8 "${fewer[@]}" "${graphs[@]}" ;;
         base) bench "$piece" model --sizes base --families d8 h8 i8 --views false "${fewer[@]}" "${graphs[@]}" ;;
-        huge) bench "$piece" model --sizes huge --families d8 h8 i8 --views false "${fewer[@]}" "${graphs[@]}" ;;
-        giant) bench "$piece" model --sizes giant e --families d8 --views false "${fewer[@]}" "${graphs[@]}" ;;
-        huge_whole) bench "$piece" model --sizes huge --families d8 h8 i8 --views false "${blocks[@]}" ;;
-        giant_whole) bench "$piece" model --sizes giant e --families d8 --views false "${blocks[@]}" ;;
+        huge) bench "$piece" model --sizes huge --families d8 h8 i8 --views false "${blocks[@]}" ;;
+        giant) bench "$piece" model --sizes giant e --families d8 --views false "${blocks[@]}" ;;
         22b) bench "$piece" model --sizes 22b --depth 2 --families d8 --views false "${graphs[@]}" ;;
         train_large) bench "$piece" train --sizes large --families d8 h8 i8 "${blocks[@]}" ;;
         train_large_graph) bench "$piece" train --sizes large --families d8 h8 i8 "${graphs[@]}" ;;
