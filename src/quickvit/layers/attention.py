@@ -9,7 +9,6 @@ from quickvit.layers.dropout import OcticDropout
 from quickvit.layers.linear import OcticLinear, Weights, weights_of
 from quickvit.ops import octic_attention
 from quickvit.ops.attention import octic_self_attention, takes_self_attention
-from quickvit.ops.mha import octic_mha, takes_mha
 from quickvit.ops.packing import Shapes
 
 
@@ -46,17 +45,11 @@ class OcticAttention(nn.Module):
         qkv, proj = weights_of(self.qkv, self.proj)
         return self.proj_drop(self.proj(self._heads(x, shapes, qkv), proj))
 
-    def deferred(
-        self, x: Tensor, shapes: Shapes | None = None, overwrite: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """As forward, with a bias that is left to add, see `OcticLinear.deferred`; of `overwrite` see `octic_mha`."""
+    def deferred(self, x: Tensor, shapes: Shapes | None = None) -> tuple[Tensor, Tensor | None]:
+        """As forward, with a bias that is left to add, see `OcticLinear.deferred`."""
         if self.training and self.proj_drop.p:
             return self(x, shapes), None
         qkv, proj = weights_of(self.qkv, self.proj)
-        dropout = self.training and self.attn_drop
-        if not dropout and takes_mha(x, self.qkv.in_layout.group, *self.parameters()):
-            y = octic_mha(x, *qkv, self.qkv.bias, *proj, self.num_heads, shapes=shapes, overwrite=overwrite)
-            return y, self.proj.bias
         return self.proj.deferred(self._heads(x, shapes, qkv), proj)
 
     def _heads(self, x: Tensor, shapes: Shapes | None, weights: Weights) -> Tensor:

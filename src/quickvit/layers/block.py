@@ -77,12 +77,10 @@ class OcticBlock(nn.Module):
             y = self.norm1(first.of(x))
         else:
             x, y = self.norm1.after_residual(x, *pending, normed=first.rows)
-        # What a module returned, a hook may have kept.
-        branch = self.attn.deferred(y, first.shapes, overwrite=pending is not None)
-        pending = _pending(branch, self.ls1, first)
+        pending = _pending(self.attn.deferred(y, first.shapes), self.ls1, first)
         x, y = self.norm2.after_residual(x, *pending, normed=second.rows)
         # Where nobody else holds the branch of attention, its memory is free for the perceptron.
-        del branch, pending
+        del pending
         pending = _pending(self.mlp.deferred(y, overwrite=True), self.ls2, second)
         return (x, pending) if defer else self.add(x, pending)
 

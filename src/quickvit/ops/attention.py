@@ -479,30 +479,30 @@ _ops = torch.ops.quickvit
     [_ops.octic_attention, _ops.octic_attention_cpu, _ops.octic_whole_heads, _ops.octic_head_attention]
 )
 def _attention_flops(qkv, bias, heads, numbers, lengths, **__):
-    return 4 * pairs(numbers, lengths) * (qkv[1] // 3)
+    return 4 * _pairs(numbers, lengths) * (qkv[1] // 3)
 
 
 @register_flop_formula(_ops.octic_self_attention)
 def _self_attention_flops(x, weight_1, weight_2, bias, heads, numbers, lengths, **__):
     _, rows, columns = weight_1
-    return 2 * x[0] * 12 * rows * columns + 4 * pairs(numbers, lengths) * x[1]
+    return 2 * x[0] * 12 * rows * columns + 4 * _pairs(numbers, lengths) * x[1]
 
 
 @register_flop_formula(_ops.octic_self_attention_qkv_grad)
 def _qkv_grad_flops(grad, qkv, out, lse, heads, numbers, lengths, **__):
-    return 10 * pairs(numbers, lengths) * grad[1]
+    return 10 * _pairs(numbers, lengths) * grad[1]
 
 
 @register_flop_formula(_ops.octic_head_attention_grad)
 def _head_attention_grad_flops(grad, out, kept, qkv, bias, heads, numbers, lengths, **__):
-    return 10 * pairs(numbers, lengths) * grad[1]
+    return 10 * _pairs(numbers, lengths) * grad[1]
 
 
 @register_flop_formula([_ops.octic_attention_grad, _ops.octic_attention_grad_cpu])
 def _attention_grad_flops(grad, qkv, bias, out, lse, heads, numbers, lengths, **__):
-    return 10 * pairs(numbers, lengths) * grad[1]
+    return 10 * _pairs(numbers, lengths) * grad[1]
 
 
-def pairs(numbers: list[int], lengths: list[int]) -> int:
+def _pairs(numbers: list[int], lengths: list[int]) -> int:
     """Pairs of a query and a key."""
     return sum(number * length**2 for number, length in _shapes(numbers, lengths))
