@@ -17,28 +17,38 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(hopper_long, "multiprocessors", lambda device: 3)
 
 
-def problem(tokens, channels, dtype=torch.bfloat16):
+def problem(tokens, channels, width=1024, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(tokens)
 
     def noise(*shape, scale=1.0):
         return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
-    m = channels // 8
+    m, f = channels // 8, width // 8
     return noise(tokens, channels), (
-        noise(4, 128, m, scale=m**-0.5),
-        noise(1, 256, 2 * m, scale=(2 * m) ** -0.5),
+        noise(4, f, m, scale=m**-0.5),
+        noise(1, 2 * f, 2 * m, scale=(2 * m) ** -0.5),
     )
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tokens", "channels"), [(1, 2048), (129, 2048), (700, 512), (256, 3072)])
-def test_a_linear_map(tokens, channels, transposed, dtype):
-    x, weights = problem(tokens, channels, dtype)
+@pytest.mark.parametrize(
+    ("tokens", "channels", "width"),
+    [
+        (1, 2048, 1024),
+        (129, 2048, 1024),
+        (700, 512, 1024),
+        (256, 3072, 1024),
+        (130, 5120, 1280),
+        (300, 768, 1280),
+    ],
+)
+def test_a_linear_map(tokens, channels, width, transposed, dtype):
+    x, weights = problem(tokens, channels, width, dtype)
     expected = linear.definition(x.float(), *(w.float() for w in weights))
     if transposed:
         weights = [w.mT.contiguous().mT for w in weights]
-    y = torch.full((tokens, 1024), float("nan"), dtype=dtype)
+    y = torch.full((tokens, width), float("nan"), dtype=dtype)
     hopper_long.linear(x, *weights, y)
     torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
 
@@ -82,8 +92,8 @@ def test_the_product_is_made_of_it(monkeypatch):
         (torch.float16, 3072, 1024, 232448, True),
         (torch.float32, 4096, 1024, 232448, False),
         (torch.bfloat16, 1024, 1024, 232448, False),
-        (torch.bfloat16, 5120, 1280, 232448, False),
-        (torch.bfloat16, 4104, 1024, 232448, False),
+        (torch.bfloat16, 3840, 1280, 232448, True),
+        (torch.bfloat16, 3072, 768, 232448, False),
         (torch.bfloat16, 4096, 1024, 166912, False),
     ],
 )

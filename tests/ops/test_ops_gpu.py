@@ -196,6 +196,29 @@ def test_hopper_has_a_kernel_for_the_linear_map(width, tokens, transposed):
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("tokens", [1, 197, 1023, 12608])
+@pytest.mark.parametrize(("channels", "width"), [(4096, 1024), (3072, 1024), (5120, 1280), (3840, 1280)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_hopper_has_a_kernel_for_the_linear_map_from_many_channels(
+    channels, width, tokens, transposed, monkeypatch
+):
+    torch.manual_seed(0)
+    m, f = channels // 8, width // 8
+
+    def randn(*shape):
+        return torch.randn(*shape, device=DEVICE).bfloat16() / m**0.5
+
+    x, weights = randn(tokens, channels), (randn(4, f, m), randn(1, 2 * f, 2 * m))
+    y = x.new_full((tokens, width), float("nan"))
+    given = [w.mT.contiguous().mT for w in weights] if transposed else weights
+    monkeypatch.setattr(hopper, "_launched", set())
+    kernel = hopper.linear_kernel(x, given[0], y)
+    assert kernel is not None
+    kernel.linear(x, *given, y)
+    assert relative(y, linear.definition(x.double(), *(w.double() for w in weights))) < 2e-3
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
 @pytest.mark.parametrize("tokens", [1, 64, 197, 1023, 12608])
 @pytest.mark.parametrize("channels", [1024, 1280])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-"""The octic linear map to 1024 channels from several times as many, on NVIDIA's Hopper.
+"""The octic linear map to 1024 or 1280 channels from several times as many, on NVIDIA's Hopper.
 
     y_ρ = W_ρ x_ρ  for A1 A2 B1 B2          and          y_j = W_E x_j  for both components of E
 
@@ -8,7 +8,7 @@ program takes its tiles of E, then as many others as it takes for all to end tog
 
 One warp loads, 64 channels of a tile and of the weights at a time, a turn. Two groups of four warps multiply and
 store, 64 tokens each. Buffers are handed over by barriers: `full` says that one was loaded, `empty` that it may be
-loaded again.
+loaded again. Numbers of columns that are no power of two are cut in two PARTS, 160 in 128 + 32.
 """
 
 from functools import cache, lru_cache
@@ -27,15 +27,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from quickvit.ops.triton.boxes import accumulators, in_boxes, load_box, store_box, view_as
 from quickvit.ops.triton.launch import multiprocessors, shared_memory
 
-WIDTH = 1024
-# Side of a box, and columns of an irrep.
+# By the width: the columns of a box, which is 64 tokens or channels, and how many turns there is room for.
+BOXES: dict[int, tuple[int, int]] = {1024: (64, 4), 1280: (32, 3)}
 SIDE = gl.constexpr(64)
-F = gl.constexpr(WIDTH // 8)
-STAGES = gl.constexpr(4)
-# Boxes of weights in a turn: of E, and of another irrep.
-_WIDE, _NARROW = gl.constexpr(2 * WIDTH // 8 // 64), gl.constexpr(WIDTH // 8 // 64)
 # Registers of a thread that loads, and of one that computes.
 _FEW, _MANY = gl.constexpr(40), gl.constexpr(232)
+
+
+@gluon.constexpr_function
+def _parts(f, copies):
+    """The columns of an irrep, or of `copies` of it, in powers of two."""
+    wide = 1 << (f.bit_length() - 1)
+    return [copies * wide] if f == wide else [copies * wide, copies * (f - wide)]
 
 
 @gluon.jit
@@ -50,125 +53,236 @@ def _share(work):
 
 @gluon.jit
 def _load_turn(
-    x, matrix, rings, turn, row, column, weight_row, inner, BOXES: gl.constexpr, TRANSPOSED: gl.constexpr
+    x,
+    matrix,
+    rings,
+    turn,
+    row,
+    column,
+    irrep,
+    inner,
+    COPIES: gl.constexpr,
+    F: gl.constexpr,
+    STAGES: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
 ):
     """64 channels of 128 tokens, and the weights that they meet."""
     tokens, weights, full, empty = rings
     stage = turn % STAGES
     ready = full.index(stage)
     mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
-    mbarrier.expect(ready, (2 + BOXES) * SIDE * SIDE * 2)
+    mbarrier.expect(ready, (2 * SIDE + COPIES * F) * SIDE * 2)
     for half in gl.static_range(2):
         load_box(x, [row + half * SIDE, column + inner], ready, tokens.index(2 * stage + half))
-    for box in gl.static_range(BOXES):
-        buffer = weights.index(_WIDE * stage + box)
-        if TRANSPOSED:
-            load_box(matrix, [weight_row + inner, box * SIDE], ready, buffer)
-        else:
-            load_box(matrix, [weight_row + box * SIDE, inner], ready, buffer)
+    parts: gl.constexpr = _parts(F, COPIES)
+    box: gl.constexpr = matrix.block_type.shape[2 if TRANSPOSED else 1]
+    for part in gl.static_range(len(parts)):
+        for number in gl.static_range(parts[part] // box):
+            buffer = weights[part].index(stage * (weights[part].shape[0] // STAGES) + number)
+            buffer = view_as(buffer, buffer.dtype, matrix.block_type.shape, matrix.layout)
+            place = part * parts[0] + number * box
+            if TRANSPOSED:
+                load_box(matrix, [irrep, inner, place], ready, buffer)
+            else:
+                load_box(matrix, [irrep, place, inner], ready, buffer)
 
 
 @gluon.jit
-def _load_tiles(x, one, two, rings, work, K: gl.constexpr, TRANSPOSED: gl.constexpr):
+def _load_tiles(
+    x,
+    one,
+    two,
+    rings,
+    work,
+    K: gl.constexpr,
+    F: gl.constexpr,
+    STAGES: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):
     """One tile after the other."""
     turn = 0
     for tile in range(gl.program_id(0), 2 * work[0], gl.num_programs(0)):
+        row = tile // 2 * (2 * SIDE)
         column = (4 + tile % 2 * 2) * K
         for inner in range(0, 2 * K, SIDE):
-            _load_turn(x, two, rings, turn, tile // 2 * (2 * SIDE), column, 0, inner, _WIDE, TRANSPOSED)
+            _load_turn(x, two, rings, turn, row, column, 0, inner, 2, F, STAGES, TRANSPOSED)
             turn += 1
     first, last = _share(work)
     for tile in range(first, last):
+        row = tile // 4 * (2 * SIDE)
         irrep = tile % 4
-        weight_row = irrep * (K if TRANSPOSED else F)
         for inner in range(0, K, SIDE):
-            row = tile // 4 * (2 * SIDE)
-            _load_turn(x, one, rings, turn, row, irrep * K, weight_row, inner, _NARROW, TRANSPOSED)
+            _load_turn(x, one, rings, turn, row, irrep * K, irrep, inner, 1, F, STAGES, TRANSPOSED)
             turn += 1
 
 
 @gluon.constexpr_function
-def _beside(shape, boxes, transposed):
-    """So many boxes of weights as one."""
-    number, rows, columns = shape
-    return (
-        [number // boxes, rows, boxes * columns] if transposed else [number // boxes, boxes * rows, columns]
-    )
+def _beside(shape, columns, transposed):
+    """Boxes of weights as some of so many columns."""
+    number, rows, inner = shape
+    if transposed:
+        return [number * inner // columns, rows, columns]
+    return [number * rows // columns, columns, inner]
+
+
+@gluon.jit
+def _nothing(COLUMNS: gl.constexpr):
+    return gl.zeros((SIDE, COLUMNS), gl.float32, layout=accumulators(COLUMNS))
+
+
+@gluon.jit
+def _wait(pending: gl.constexpr, totals):
+    """For all but so many of the products that were begun."""
+    if len(totals) > 1:
+        result = warpgroup_mma_wait(pending, deps=totals)
+    else:
+        result = (warpgroup_mma_wait(pending, deps=totals),)
+    return result
+
+
+@gluon.jit
+def _weights_of(memory, stage, COLUMNS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """The weights of a turn as the right operand of a product."""
+    shape: gl.constexpr = _beside(memory.shape, COLUMNS, TRANSPOSED)
+    weight = view_as(memory, memory.dtype, shape, memory.layout).index(stage * (shape[0] // STAGES))
+    if not TRANSPOSED:
+        weight = weight.permute((1, 0))
+    return weight
+
+
+@gluon.jit
+def _begin(
+    token, weights, stage, totals, more, PARTS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr
+):
+    """The products of a turn begin; `more`: they are added to the totals."""
+    result = ()
+    for part in gl.static_range(len(PARTS)):
+        weight = _weights_of(weights[part], stage, PARTS[part], STAGES, TRANSPOSED)
+        result += (warpgroup_mma(token, weight, totals[part], use_acc=more, is_async=True),)
+    return result
 
 
 @gluon.jit
 def _product(
-    rings, turn, TURNS: gl.constexpr, GROUP: gl.constexpr, BOXES: gl.constexpr, TRANSPOSED: gl.constexpr
+    rings,
+    turn,
+    TURNS: gl.constexpr,
+    GROUP: gl.constexpr,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
 ):
-    """The product of a group's tokens, which takes so many turns."""
+    """The product of a group's tokens in parts, which takes so many turns."""
     tokens, weights, full, empty = rings
-    COLUMNS: gl.constexpr = BOXES * SIDE
-    shape: gl.constexpr = _beside(weights.shape, BOXES, TRANSPOSED)
-    total = gl.zeros((SIDE, COLUMNS), gl.float32, layout=accumulators(COLUMNS))
+    totals = ()
+    for part in gl.static_range(len(PARTS)):
+        totals += (_nothing(PARTS[part]),)
     for step in range(TURNS):
         stage = turn % STAGES
         mbarrier.wait(full.index(stage), turn // STAGES & 1)
-        weight = view_as(weights, weights.dtype, shape, weights.layout).index(_WIDE // BOXES * stage)
-        if not TRANSPOSED:
-            weight = weight.permute((1, 0))
-        total = warpgroup_mma(tokens.index(2 * stage + GROUP), weight, total, use_acc=step > 0, is_async=True)
-        # The product before has ended.
-        total = warpgroup_mma_wait(1, deps=(total,))
-        mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1, pred=step > 0)
+        token = tokens.index(2 * stage + GROUP)
+        totals = _begin(token, weights, stage, totals, step > 0, PARTS, STAGES, TRANSPOSED)
+        # Those of the turn before have ended.
+        totals = _wait(len(PARTS), totals)
+        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=step > 0)
         turn += 1
-    total = warpgroup_mma_wait(0, deps=(total,))
-    mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
-    return total
+    totals = _wait(0, totals)
+    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
+    return totals
 
 
 @gluon.jit
-def _put(y, slots, row, column, value):
-    """The columns of a product leave, 64 at a time, by way of two slots in turns."""
+def _put(y, slots, row, column, totals):
+    """The product of a group's tokens leaves."""
+    tma.store_wait(0)
+    for part in gl.static_range(len(totals)):
+        _put_columns(y, slots, row, column, part * totals[0].shape[1], totals[part])
+
+
+@gluon.jit
+def _put_columns(y, slots, row, column, PLACE: gl.constexpr, value):
+    """Columns leave, as many at a time as a box has, by way of two slots in turns."""
     COLUMNS: gl.constexpr = value.shape[1]
-    if COLUMNS > SIDE:
+    BOX: gl.constexpr = y.block_type.shape[1]
+    if COLUMNS > BOX:
         left, right = gl.split(value.reshape([SIDE, 2, COLUMNS // 2]).permute([0, 2, 1]))
-        _put(y, slots, row, column, left)
-        _put(y, slots, row, column + COLUMNS // 2, right)
+        _put_columns(y, slots, row, column, PLACE, left)
+        _put_columns(y, slots, row, column, PLACE + COLUMNS // 2, right)
     else:
-        _put_box(y, slots, row, column, value)
+        tma.store_wait(1)
+        slot = slots.index(PLACE // BOX % 2)
+        slot.store(value.to(y.dtype))
+        fence_async_shared()
+        store_box(y, [row, column + PLACE], slot)
 
 
 @gluon.jit
-def _put_box(y, slots, row, column, value):
-    tma.store_wait(1)
-    slot = slots.index(column // SIDE % 2)
-    slot.store(value.to(y.dtype))
-    fence_async_shared()
-    store_box(y, [row, column], slot)
-
-
-@gluon.jit
-def _compute(y, rings, slots, work, GROUP: gl.constexpr, K: gl.constexpr, TRANSPOSED: gl.constexpr):
+def _compute(
+    y,
+    rings,
+    slots,
+    work,
+    GROUP: gl.constexpr,
+    K: gl.constexpr,
+    F: gl.constexpr,
+    STAGES: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):
     """A group's tokens of one tile after the other."""
+    ONE: gl.constexpr = _parts(F, 1)
+    TWO: gl.constexpr = _parts(F, 2)
+    # Channels past the end of an irrep meet weights of zero.
+    ONE_TURNS: gl.constexpr = (K + SIDE - 1) // SIDE
+    TWO_TURNS: gl.constexpr = (2 * K + SIDE - 1) // SIDE
     turn = 0
     for tile in range(gl.program_id(0), 2 * work[0], gl.num_programs(0)):
-        total = _product(rings, turn, 2 * K // SIDE, GROUP, _WIDE, TRANSPOSED)
-        turn += 2 * K // SIDE
-        _put(y, slots, (tile // 2 * 2 + GROUP) * SIDE, (4 + tile % 2 * 2) * F, total)
+        totals = _product(rings, turn, TWO_TURNS, GROUP, TWO, STAGES, TRANSPOSED)
+        turn += TWO_TURNS
+        _put(y, slots, (tile // 2 * 2 + GROUP) * SIDE, (4 + tile % 2 * 2) * F, totals)
     first, last = _share(work)
     for tile in range(first, last):
-        total = _product(rings, turn, K // SIDE, GROUP, _NARROW, TRANSPOSED)
-        turn += K // SIDE
-        _put(y, slots, (tile // 4 * 2 + GROUP) * SIDE, tile % 4 * F, total)
+        totals = _product(rings, turn, ONE_TURNS, GROUP, ONE, STAGES, TRANSPOSED)
+        turn += ONE_TURNS
+        _put(y, slots, (tile // 4 * 2 + GROUP) * SIDE, tile % 4 * F, totals)
     tma.store_wait(0)
 
 
+@gluon.jit
+def _allocate(boxes, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory for the weights of so many columns, of all turns that there is room for."""
+    box: gl.constexpr = boxes.block_type.shape
+    number: gl.constexpr = STAGES * COLUMNS * SIDE // (box[1] * box[2])
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([box[1], box[2]], boxes.dtype)
+    return gl.allocate_shared_memory(boxes.dtype, [number, box[1], box[2]], layout)
+
+
 @gluon.jit(do_not_specialize=["blocks", "longer", "less", "more"])
-def _long_linear(x, one, two, y, blocks, longer, less, more, K: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """y of x, which has so many blocks of 128 tokens; K is an eighth of the width of x.
+def _long_linear(
+    x,
+    one,
+    two,
+    y,
+    blocks,
+    longer,
+    less,
+    more,
+    K: gl.constexpr,
+    F: gl.constexpr,
+    STAGES: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):
+    """y of x, which has so many blocks of 128 tokens; K and F are eighths of the widths of x and y.
 
     The `longer` first programs have a tile of E more than the others. Of other tiles they have `less`, those `more`.
     """
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    parts: gl.constexpr = _parts(F, 2)
     tokens = gl.allocate_shared_memory(x.dtype, [2 * STAGES, SIDE, SIDE], x.layout)
-    weights = gl.allocate_shared_memory(x.dtype, [_WIDE * STAGES, SIDE, SIDE], one.layout)
-    slots_0 = gl.allocate_shared_memory(x.dtype, [2, SIDE, SIDE], y.layout)
-    slots_1 = gl.allocate_shared_memory(x.dtype, [2, SIDE, SIDE], y.layout)
+    weights = ()
+    for part in gl.static_range(len(parts)):
+        weights += (_allocate(one, parts[part], STAGES),)
+    slots_0 = gl.allocate_shared_memory(x.dtype, [2, SIDE, y.block_type.shape[1]], y.layout)
+    slots_1 = gl.allocate_shared_memory(x.dtype, [2, SIDE, y.block_type.shape[1]], y.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     for stage in gl.static_range(STAGES):
@@ -177,9 +291,9 @@ def _long_linear(x, one, two, y, blocks, longer, less, more, K: gl.constexpr, TR
     rings, work = (tokens, weights, full, empty), (blocks, longer, less, more)
     gl.warp_specialize(
         [
-            (_compute, (y, rings, slots_0, work, 0, K, TRANSPOSED)),
-            (_compute, (y, rings, slots_1, work, 1, K, TRANSPOSED)),
-            (_load_tiles, (x, one, two, rings, work, K, TRANSPOSED)),
+            (_compute, (y, rings, slots_0, work, 0, K, F, STAGES, TRANSPOSED)),
+            (_compute, (y, rings, slots_1, work, 1, K, F, STAGES, TRANSPOSED)),
+            (_load_tiles, (x, one, two, rings, work, K, F, STAGES, TRANSPOSED)),
         ],
         [4, 1],
         [_MANY, _FEW],
@@ -188,10 +302,12 @@ def _long_linear(x, one, two, y, blocks, longer, less, more, K: gl.constexpr, TR
 
 @cache
 def takes(device: torch.device, dtype: torch.dtype, channels: int, width: int) -> bool:
-    """Whether the kernel is for a map from C channels to a width: in 16 bits, to 1024 from 2048 or more."""
-    needed = 2 * 64 * 64 * (4 * 6 + 4) + 1024
-    long = width == WIDTH and channels >= 2 * WIDTH and channels % 512 == 0
-    return long and dtype.itemsize == 2 and shared_memory(device) >= needed
+    """Whether the kernel is for a map from C channels to a width: in 16 bits, to 1024 or 1280 from twice as many."""
+    if width not in BOXES or channels < 2 * width or dtype.itemsize != 2:
+        return False
+    box, stages = BOXES[width]
+    needed = 2 * 64 * (stages * (128 + width // 4) + 4 * box) + 1024
+    return shared_memory(device) >= needed
 
 
 @lru_cache(maxsize=4096)
@@ -207,24 +323,28 @@ def _shares(blocks: int, programs: int) -> tuple[int, int, int]:
 
 
 def linear(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, out: torch.Tensor) -> None:
-    """W x of x[T, C] written to out[T, 1024]; one[4, 128, C/8], two[1, 256, C/4]."""
+    """W x of x[T, C] written to out[T, 8F]; one[4, F, C/8], two[1, 2F, C/4]."""
     if not len(x):
         return
+    width = out.shape[1]
+    columns, stages = BOXES[width]
     blocks = -(-len(x) // 128)
     programs = min(multiprocessors(x.device), 4 * blocks)
     transposed = one.stride(2) != 1
     if transposed:
         one, two = one.mT, two.mT
-    box = (64, 64)
+    box = (1, 64, columns) if transposed else (1, columns, 64)
     with torch.cuda.device_of(x):
         _long_linear[(programs,)](
-            in_boxes(x, box),
-            in_boxes(one.flatten(0, 1), box),
-            in_boxes(two.flatten(0, 1), box),
-            in_boxes(out, box),
+            in_boxes(x, (64, 64)),
+            in_boxes(one, box),
+            in_boxes(two, box),
+            in_boxes(out, (64, columns)),
             blocks,
             *_shares(blocks, programs),
             K=x.shape[1] // 8,
+            F=width // 8,
+            STAGES=stages,
             TRANSPOSED=transposed,
             num_warps=4,
             # What is left of a multiprocessor's registers for 12 warps.
