@@ -9,6 +9,7 @@ from gluon_on_cpu import OnCpu
 
 from quickvit.ops import hopper, linear
 from quickvit.ops.triton import hopper_long
+from quickvit.ops.triton.boxes import shares
 
 
 @pytest.fixture(autouse=True)
@@ -60,21 +61,20 @@ def test_no_tokens():
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 66, 99, 100, 1000])
 @pytest.mark.parametrize("programs", [1, 3, 132])
-def test_programs_end_at_about_the_same_time(blocks, programs):
-    programs = min(programs, 4 * blocks)
-    longer, less, more = hopper_long._shares(blocks, programs)
+@pytest.mark.parametrize("cost", [2, 4])
+def test_programs_end_at_about_the_same_time(blocks, programs, cost):
+    longer, less, more = shares(2 * blocks, 4 * blocks, cost, programs)
     twos = [len(range(p, 2 * blocks, programs)) for p in range(programs)]
-    assert [two == max(twos) for two in twos[:longer]] == [True] * longer
-    ones = [less] * longer + [more] * (programs - longer)
-    assert sum(ones) >= 4 * blocks
-    # One tile less for each would not do.
-    loads = [4 * two + one for two, one in zip(twos, ones, strict=True)]
-    assert sum(one - (4 * two + one == max(loads)) for two, one in zip(twos, ones, strict=True)) < 4 * blocks
+    assert all(two == max(twos) for two in twos[:longer])
+    assert longer * less + (programs - longer) * more >= 4 * blocks
+    # In less time it cannot be done.
+    time = cost * min(twos) + more - 1
+    assert sum(max(time - cost * two, 0) for two in twos) < 4 * blocks
 
 
 def test_large_shares_at_the_size_of_vit_large():
     # 66 of the 132 multiprocessors of an H200 have two tiles of E and one other, 66 have one and five.
-    assert hopper_long._shares(99, 132) == (66, 1, 5)
+    assert shares(2 * 99, 4 * 99, 4, 132) == (66, 1, 5)
 
 
 def test_the_product_is_made_of_it(monkeypatch):

@@ -219,6 +219,26 @@ def test_hopper_has_a_kernel_for_the_linear_map_from_many_channels(
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("tokens", [1, 197, 1023, 12608])
+@pytest.mark.parametrize(
+    ("channels", "width"),
+    [(1024, 1024), (1024, 3072), (4096, 1024), (1280, 1280), (1280, 3840), (5120, 1280)],
+)
+def test_hopper_has_a_kernel_for_weight_gradients(channels, width, tokens, monkeypatch):
+    from quickvit.ops.triton.weight_gradient import weight_gradient
+
+    torch.manual_seed(0)
+    x, grad = (torch.randn(tokens, side, device=DEVICE).bfloat16() for side in (channels, width))
+    monkeypatch.setattr(hopper, "_launched", set())
+    kernel = hopper.weight_kernel(grad, x)
+    assert kernel is not None
+    found = weight_gradient(grad, x, kernel)
+    for ours, triton in zip(found, weight_gradient(grad, x), strict=True):
+        # Both sum up in float32, in another order.
+        assert relative(ours, triton.double()) < 4e-3
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
 @pytest.mark.parametrize("tokens", [1, 64, 197, 1023, 12608])
 @pytest.mark.parametrize("channels", [1024, 1280])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -39,6 +39,14 @@ def linear_kernel(x: Tensor, weight: Tensor, out: Tensor) -> ModuleType | None:
     return None
 
 
+def weight_kernel(grad: Tensor, x: Tensor) -> ModuleType | None:
+    """That which should sum up weight gradients of a linear map from x, if there is one."""
+    kind = "hopper_weight", x.device, x.dtype, x.shape[1], grad.shape[1]
+    if not x.is_cuda or grad.dtype != x.dtype or not _takes(*kind):
+        return None
+    return _module("hopper_weight") if _is_time(kind, x, grad) else None
+
+
 def launches_gelu(x: Tensor, out: Tensor) -> bool:
     """Whether a kernel should write GELU of a map of x to `out`; if not, kernels one after the other."""
     kind = "hopper_gelu", x.device, x.dtype, x.shape[1], out.shape[1]

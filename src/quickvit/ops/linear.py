@@ -123,7 +123,7 @@ def weight_grad(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Tens
         from quickvit.ops.triton.weight_gradient import takes, weight_gradient
 
         if takes(grad, x):
-            return weight_gradient(grad, x)
+            return weight_gradient(grad, x, hopper.weight_kernel(grad, x))
     grad_one, grad_two = _views(grad, n1, n2)
     x_one, x_two = _views(x, n1, n2)
     dtype = grad.dtype

@@ -11,7 +11,7 @@ store, 64 tokens each. Buffers are handed over by barriers: `full` says that one
 loaded again. Numbers of columns that are no power of two are cut in two PARTS, 160 in 128 + 32.
 """
 
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from triton.experimental import gluon
@@ -21,10 +21,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-from quickvit.ops.triton.boxes import accumulators, in_boxes, load_box, store_box, view_as
+from quickvit.ops.triton.boxes import (
+    beside,
+    in_boxes,
+    load_box,
+    nothing,
+    parts_of,
+    share,
+    shares,
+    store_box,
+    view_as,
+    wait_for,
+)
 from quickvit.ops.triton.launch import multiprocessors, shared_memory
 
 # By the width: the columns of a box, which is 64 tokens or channels, and how many turns there is room for.
@@ -32,23 +42,6 @@ BOXES: dict[int, tuple[int, int]] = {1024: (64, 4), 1280: (32, 3)}
 SIDE = gl.constexpr(64)
 # Registers of a thread that loads, and of one that computes.
 _FEW, _MANY = gl.constexpr(40), gl.constexpr(232)
-
-
-@gluon.constexpr_function
-def _parts(f, copies):
-    """The columns of an irrep, or of `copies` of it, in powers of two."""
-    wide = 1 << (f.bit_length() - 1)
-    return [copies * wide] if f == wide else [copies * wide, copies * (f - wide)]
-
-
-@gluon.jit
-def _share(work):
-    """The first of this program's tiles of one-dimensional irreps, and the first that is no longer one."""
-    blocks, longer, less, more = work
-    program = gl.program_id(0)
-    first = min(program, longer) * less + max(program - longer, 0) * more
-    last = first + (less if program < longer else more)
-    return min(first, 4 * blocks), min(last, 4 * blocks)
 
 
 @gluon.jit
@@ -74,7 +67,7 @@ def _load_turn(
     mbarrier.expect(ready, (2 * SIDE + COPIES * F) * SIDE * 2)
     for half in gl.static_range(2):
         load_box(x, [row + half * SIDE, column + inner], ready, tokens.index(2 * stage + half))
-    parts: gl.constexpr = _parts(F, COPIES)
+    parts: gl.constexpr = parts_of(F, COPIES)
     box: gl.constexpr = matrix.block_type.shape[2 if TRANSPOSED else 1]
     for part in gl.static_range(len(parts)):
         for number in gl.static_range(parts[part] // box):
@@ -107,7 +100,7 @@ def _load_tiles(
         for inner in range(0, 2 * K, SIDE):
             _load_turn(x, two, rings, turn, row, column, 0, inner, 2, F, STAGES, TRANSPOSED)
             turn += 1
-    first, last = _share(work)
+    first, last = share(4 * work[0], work[1], work[2], work[3])
     for tile in range(first, last):
         row = tile // 4 * (2 * SIDE)
         irrep = tile % 4
@@ -116,34 +109,10 @@ def _load_tiles(
             turn += 1
 
 
-@gluon.constexpr_function
-def _beside(shape, columns, transposed):
-    """Boxes of weights as some of so many columns."""
-    number, rows, inner = shape
-    if transposed:
-        return [number * inner // columns, rows, columns]
-    return [number * rows // columns, columns, inner]
-
-
-@gluon.jit
-def _nothing(COLUMNS: gl.constexpr):
-    return gl.zeros((SIDE, COLUMNS), gl.float32, layout=accumulators(COLUMNS))
-
-
-@gluon.jit
-def _wait(pending: gl.constexpr, totals):
-    """For all but so many of the products that were begun."""
-    if len(totals) > 1:
-        result = warpgroup_mma_wait(pending, deps=totals)
-    else:
-        result = (warpgroup_mma_wait(pending, deps=totals),)
-    return result
-
-
 @gluon.jit
 def _weights_of(memory, stage, COLUMNS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr):
     """The weights of a turn as the right operand of a product."""
-    shape: gl.constexpr = _beside(memory.shape, COLUMNS, TRANSPOSED)
+    shape: gl.constexpr = beside(memory.shape, COLUMNS, TRANSPOSED)
     weight = view_as(memory, memory.dtype, shape, memory.layout).index(stage * (shape[0] // STAGES))
     if not TRANSPOSED:
         weight = weight.permute((1, 0))
@@ -176,17 +145,17 @@ def _product(
     tokens, weights, full, empty = rings
     totals = ()
     for part in gl.static_range(len(PARTS)):
-        totals += (_nothing(PARTS[part]),)
+        totals += (nothing(PARTS[part]),)
     for step in range(TURNS):
         stage = turn % STAGES
         mbarrier.wait(full.index(stage), turn // STAGES & 1)
         token = tokens.index(2 * stage + GROUP)
         totals = _begin(token, weights, stage, totals, step > 0, PARTS, STAGES, TRANSPOSED)
         # Those of the turn before have ended.
-        totals = _wait(len(PARTS), totals)
+        totals = wait_for(len(PARTS), totals)
         mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=step > 0)
         turn += 1
-    totals = _wait(0, totals)
+    totals = wait_for(0, totals)
     mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
     return totals
 
@@ -229,8 +198,8 @@ def _compute(
     TRANSPOSED: gl.constexpr,
 ):
     """A group's tokens of one tile after the other."""
-    ONE: gl.constexpr = _parts(F, 1)
-    TWO: gl.constexpr = _parts(F, 2)
+    ONE: gl.constexpr = parts_of(F, 1)
+    TWO: gl.constexpr = parts_of(F, 2)
     # Channels past the end of an irrep meet weights of zero.
     ONE_TURNS: gl.constexpr = (K + SIDE - 1) // SIDE
     TWO_TURNS: gl.constexpr = (2 * K + SIDE - 1) // SIDE
@@ -239,7 +208,7 @@ def _compute(
         totals = _product(rings, turn, TWO_TURNS, GROUP, TWO, STAGES, TRANSPOSED)
         turn += TWO_TURNS
         _put(y, slots, (tile // 2 * 2 + GROUP) * SIDE, (4 + tile % 2 * 2) * F, totals)
-    first, last = _share(work)
+    first, last = share(4 * work[0], work[1], work[2], work[3])
     for tile in range(first, last):
         totals = _product(rings, turn, ONE_TURNS, GROUP, ONE, STAGES, TRANSPOSED)
         turn += ONE_TURNS
@@ -276,7 +245,7 @@ def _long_linear(
     The `longer` first programs have a tile of E more than the others. Of other tiles they have `less`, those `more`.
     """
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    parts: gl.constexpr = _parts(F, 2)
+    parts: gl.constexpr = parts_of(F, 2)
     tokens = gl.allocate_shared_memory(x.dtype, [2 * STAGES, SIDE, SIDE], x.layout)
     weights = ()
     for part in gl.static_range(len(parts)):
@@ -310,18 +279,6 @@ def takes(device: torch.device, dtype: torch.dtype, channels: int, width: int) -
     return shared_memory(device) >= needed
 
 
-@lru_cache(maxsize=4096)
-def _shares(blocks: int, programs: int) -> tuple[int, int, int]:
-    """How many programs have a tile of E more than the others, and how many other tiles these and those have."""
-    each, longer = divmod(2 * blocks, programs)
-    total = 4 * each
-    while True:
-        total += 1
-        less, more = max(total - 4 * (each + 1), 0), total - 4 * each
-        if longer * less + (programs - longer) * more >= 4 * blocks:
-            return longer, less, more
-
-
 def linear(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, out: torch.Tensor) -> None:
     """W x of x[T, C] written to out[T, 8F]; one[4, F, C/8], two[1, 2F, C/4]."""
     if not len(x):
@@ -341,7 +298,7 @@ def linear(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, out: torch.Ten
             in_boxes(two, box),
             in_boxes(out, (64, columns)),
             blocks,
-            *_shares(blocks, programs),
+            *shares(2 * blocks, 4 * blocks, 4, programs),
             K=x.shape[1] // 8,
             F=width // 8,
             STAGES=stages,
