@@ -128,19 +128,14 @@ def hopper(limit):
     from quickvit.ops.triton import hopper as kernels
     from quickvit.ops.triton import hopper_attention as with_heads
     from quickvit.ops.triton import hopper_gelu as with_gelu
-    from quickvit.ops.triton import hopper_long as from_many
-    from quickvit.ops.triton import hopper_weight as of_weights
 
     triton.runtime.driver.set_active(Driver())
     kernels._octic_linear = Compiler(kernels._octic_linear)
-    from_many._long_linear = Compiler(from_many._long_linear)
-    of_weights._hopper_partial_sums = Compiler(of_weights._hopper_partial_sums)
     with_gelu._linear_gelu = Compiler(with_gelu._linear_gelu)
     with_heads._attention = Compiler(with_heads._attention)
     with_heads._attention_gradient = Compiler(with_heads._attention_gradient)
     kernels.shared_memory = lambda device: limit
-    for module in (kernels, from_many, of_weights, with_gelu):
-        module.multiprocessors = lambda device: 132
+    kernels.multiprocessors = with_gelu.multiprocessors = lambda device: 132
     LAUNCHES.clear()
     for width in (768, 1024):
         for dtype in (torch.bfloat16, torch.float16):
@@ -159,10 +154,6 @@ def hopper(limit):
             )
             with_gelu.linear_gelu(x, one, two, torch.empty(width // 2), y)
             with_gelu.linear_gelu(x, one, two, None, y)
-            # The gradient of x.
-            from_many.linear(y, one.mT, two.mT, x)
-            from_many.linear(y, one.mT.contiguous(), two.mT.contiguous(), x)
-            of_weights.partial_sums(y, x)
     for tokens in (257, 197):
         q, packed = (
             torch.empty(shape, dtype=torch.bfloat16) for shape in ((1, tokens, 16, 80), (tokens, 1280))

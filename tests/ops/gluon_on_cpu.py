@@ -66,9 +66,8 @@ class Memory:
         if self.data.shape[-1] == shape[-1]:
             return Memory(self.data.view(shape))
         boxes, rows, columns = self.data.shape
-        beside = shape[-1] // columns
-        groups = self.data.view(boxes // beside, beside, rows, columns)
-        return Memory(groups.transpose(1, 2).reshape(shape))
+        pairs = self.data.view(boxes // 2, 2, rows, columns)
+        return Memory(pairs.transpose(1, 2).reshape(shape))
 
     def load(self, layout):
         return self.data.clone()
@@ -103,11 +102,11 @@ class Boxes:
 
     def inside(self, corner):
         """The part of a box that lies in the tensor, of the tensor and of the box."""
-        assert min(corner) >= 0
         sizes = [
-            max(min(size, side - at), 0)
+            min(size, side - at)
             for at, size, side in zip(corner, self.block_type.shape, self.tensor.shape, strict=True)
         ]
+        assert min(sizes) > 0, "a box outside of the tensor"
         there = tuple(slice(at, at + size) for at, size in zip(corner, sizes, strict=True))
         return there, tuple(slice(size) for size in sizes)
 

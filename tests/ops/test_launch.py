@@ -99,7 +99,7 @@ def test_kernels_fit_gpus_with_little_shared_memory(capability):
     kernels = run(Path(__file__).with_name("compile_kernels.py"), str(capability))
     for large in ("_attention_whole_head", "_partial_sums"):
         assert (large in kernels) == (capability in (80, 90, 100))
-    for gluon in ("_octic_linear", "_long_linear", "_hopper_partial_sums", "_linear_gelu"):
+    for gluon in ("_octic_linear", "_linear_gelu"):
         assert (gluon in kernels) == (capability == 90)
 
 

@@ -30,21 +30,12 @@ def takes_attention(x: Tensor, dim: int, tokens: int) -> bool:
     return x.is_cuda and tokens <= _most_tokens(x.device, x.dtype, dim)
 
 
-def linear_kernel(x: Tensor, weight: Tensor, out: Tensor) -> ModuleType | None:
-    """That which should write the map of x to `out`; if there is none, products of cuBLAS give the same result."""
-    for name in ("hopper", "hopper_long") if x.is_cuda else ():
-        kind = name, x.device, x.dtype, x.shape[1], out.shape[1]
-        if _takes(*kind) and _module("boxes").reachable(out):
-            return _module(name) if _is_time((*kind, weight.stride(-1) == 1), x, out) else None
-    return None
-
-
-def weight_kernel(grad: Tensor, x: Tensor) -> ModuleType | None:
-    """That which should sum up weight gradients of a linear map from x, if there is one."""
-    kind = "hopper_weight", x.device, x.dtype, x.shape[1], grad.shape[1]
-    if not x.is_cuda or grad.dtype != x.dtype or not _takes(*kind):
-        return None
-    return _module("hopper_weight") if _is_time(kind, x, grad) else None
+def launches(x: Tensor, weight: Tensor, out: Tensor) -> bool:
+    """Whether a kernel should write the map of x to `out`; if not, products of cuBLAS give the same result."""
+    kind = "hopper", x.device, x.dtype, x.shape[1], out.shape[1]
+    if not x.is_cuda or not _takes(*kind) or not _module("boxes").reachable(out):
+        return False
+    return _is_time((*kind, weight.stride(-1) == 1), x, out)
 
 
 def launches_gelu(x: Tensor, out: Tensor) -> bool:
@@ -68,7 +59,7 @@ _launched: set[tuple[Hashable, ...]] = set()
 
 
 def kernels() -> ModuleType:
-    """The kernel for a linear map from some widths."""
+    """The kernel for a linear map."""
     return _module("hopper")
 
 

@@ -87,20 +87,18 @@ def products(x: Tensor, weight_1: Tensor, weight_2: Tensor, out: Tensor) -> None
     if not x.shape[0]:
         return
     n1, n2 = len(weight_1), len(weight_2)
-    kernel = hopper.linear_kernel(x, weight_1, out) if (n1, n2) == (4, 1) else None
-    if kernel is not None:
-        kernel.linear(x, weight_1, weight_2, out)
-        return
     x_one, x_two = _views(x, n1, n2)
     y_one, y_two = _views(out, n1, n2)
     # A CPU takes them one by one: its batched product would copy strided operands. A GPU takes each family of equal
-    # blocks in one launch.
+    # blocks in one launch, or all of them.
     if x.device.type == "cpu":
         for i, w in enumerate(weight_1):
             torch.mm(x_one[i], w.T, out=y_one[i])
         for xs, ys, w in zip(x_two, y_two, weight_2, strict=True):
             for component in range(2):
                 torch.mm(xs[component], w.T, out=ys[component])
+    elif (n1, n2) == (4, 1) and hopper.launches(x, weight_1, out):
+        hopper.kernels().linear(x, weight_1, weight_2, out)
     else:
         with side_by_side(x.device) as branch:
             with branch:
@@ -123,7 +121,7 @@ def weight_grad(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Tens
         from quickvit.ops.triton.weight_gradient import takes, weight_gradient
 
         if takes(grad, x):
-            return weight_gradient(grad, x, hopper.weight_kernel(grad, x))
+            return weight_gradient(grad, x)
     grad_one, grad_two = _views(grad, n1, n2)
     x_one, x_two = _views(x, n1, n2)
     dtype = grad.dtype

@@ -13,7 +13,6 @@ as a tile should be, but a sum of two (160 = 128 + 32): it runs along WIDE + RES
 """
 
 import math
-from types import ModuleType
 
 import torch
 import triton
@@ -180,57 +179,34 @@ def takes(grad: torch.Tensor, x: torch.Tensor) -> bool:
     return 2 * stages * step * (own + wide + rest) <= shared_memory(grad.device)
 
 
-def weight_gradient(
-    grad: torch.Tensor, x: torch.Tensor, kernel: ModuleType | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """dW of the one-dimensional irreps [4, F/8, C/8] and of E [1, F/4, C/4], of grad[T, F] and x[T, C].
 
-    Rows may lie apart, channels lie side by side. Products of float32 are exact to float32. A `kernel` of its own
-    for the partial sums may be given.
+    Rows may lie apart, channels lie side by side. Products of float32 are exact to float32.
     """
-    rows, columns = grad.shape[1] // 8, x.shape[1] // 8
+    tokens, rows, columns = x.shape[0], grad.shape[1] // 8, x.shape[1] // 8
     weight_1 = torch.empty((4, rows, columns), dtype=grad.dtype, device=grad.device)
     weight_2 = torch.empty((1, 2 * rows, 2 * columns), dtype=grad.dtype, device=grad.device)
-    if not len(x):
+    if not tokens:
         return weight_1.zero_(), weight_2.zero_()
     turned = rows < columns
-    a, b = (x, grad) if turned else (grad, x)
-    partial = partial_sums(a, b, (rows, columns)) if kernel is None else kernel.partial_sums(a, b)
-    sum_step, block, sum_warps = SUM_TILE
-    with torch.cuda.device_of(x):
-        traced(_sum_slices)[(triton.cdiv(8 * rows * columns, block),)](
-            partial,
-            weight_1,
-            weight_2,
-            len(partial),
-            A=a.shape[1] // 8,
-            B=b.shape[1] // 8,
-            TURNED=turned,
-            STEP=sum_step,
-            BLOCK=block,
-            num_warps=sum_warps,
-        )
-    return weight_1, weight_2
-
-
-def partial_sums(a: torch.Tensor, b: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Σ_t a_t b_tᵀ over slices of the tokens of a[T, 8A] and b[T, 8B], B ≤ A: [slices, 12 A B] in float32.
-
-    `shape` is that of a one-dimensional irrep's weight.
-    """
-    tokens, a_width, b_width = len(a), a.shape[1] // 8, b.shape[1] // 8
+    (a, a_width), (b, b_width) = ((x, columns), (grad, rows)) if turned else ((grad, rows), (x, columns))
     own, wide, rest, step, warps, stages, per_multiprocessor = tile(
-        "weight gradient", (*shape, tokens, a.element_size()), a.device, TILES.get(b_width, TILE)
+        "weight gradient",
+        (rows, columns, tokens, x.element_size()),
+        x.device,
+        TILES.get(min(rows, columns), TILE),
     )
     items = sum(
         blocks * triton.cdiv(k * a_width, own) * triton.cdiv(k * b_width, wide + rest)
         for blocks, k in ((4, 1), (2, 2))
     )
-    slices = max(1, per_multiprocessor * multiprocessors(a.device) // items)
+    slices = max(1, per_multiprocessor * multiprocessors(x.device) // items)
     steps = triton.cdiv(triton.cdiv(tokens, step), slices)
     slices = triton.cdiv(triton.cdiv(tokens, step), steps)
-    partial = torch.empty((slices, 12 * a_width * b_width), dtype=torch.float32, device=a.device)
-    with torch.cuda.device_of(a):
+    partial = torch.empty((slices, 12 * rows * columns), dtype=torch.float32, device=x.device)
+    sum_step, block, sum_warps = SUM_TILE
+    with torch.cuda.device_of(x):
         traced(_partial_sums)[(slices * items,)](
             a,
             b,
@@ -242,7 +218,7 @@ def partial_sums(a: torch.Tensor, b: torch.Tensor, shape: tuple[int, int]) -> to
             A=a_width,
             B=b_width,
             EVEN=tokens % step == 0,
-            VECTOR=math.gcd(a_width, b_width, 16 // a.element_size()),
+            VECTOR=math.gcd(rows, columns, 16 // x.element_size()),
             OWN=own,
             WIDE=wide,
             REST=rest,
@@ -250,7 +226,19 @@ def partial_sums(a: torch.Tensor, b: torch.Tensor, shape: tuple[int, int]) -> to
             num_warps=warps,
             num_stages=stages,
         )
-    return partial
+        traced(_sum_slices)[(triton.cdiv(8 * rows * columns, block),)](
+            partial,
+            weight_1,
+            weight_2,
+            slices,
+            A=a_width,
+            B=b_width,
+            TURNED=turned,
+            STEP=sum_step,
+            BLOCK=block,
+            num_warps=sum_warps,
+        )
+    return weight_1, weight_2
 
 
 def bias_gradient(grad: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
