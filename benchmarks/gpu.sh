@@ -38,7 +38,7 @@ for piece in "$@"; do
         giant) bench "$piece" model --sizes giant e --families d8 --views false "${blocks[@]}" ;;
         22b) bench "$piece" model --sizes 22b --depth 2 --families d8 --views false "${graphs[@]}" ;;
         train_large) bench "$piece" train --sizes large --families d8 h8 i8 "${blocks[@]}" ;;
-        train_large_graph) bench "$piece" train --sizes large --families d8 h8 i8 "${graphs[@]}" ;;
+        train_large_graph) bench "$piece" train --sizes large --families d8 "${graphs[@]}" ;;
         train_huge) bench "$piece" train --sizes huge --families d8 h8 i8 "${blocks[@]}" ;;
         train_giant) bench "$piece" train --sizes giant --families d8 "${blocks[@]}" ;;
         dinov2_large) bench "$piece" train --recipe dinov2 --sizes large --families d8 h8 i8 --separate false "${blocks[@]}" ;;

@@ -191,6 +191,55 @@ def test_the_performance_page_says_what_was_measured():
             assert f"| {operator} | {' | '.join(cells)} |" in text
 
 
+def test_the_performance_page_says_what_one_graph_is_good_for():
+    text = (ROOT / "docs/performance.md").read_text()
+    record = measured("h200_train_large_graph")
+    assert re.sub(r" --out \S+", "", record["command"]) in text
+    vit, d8 = record["results"]
+    words = f"d8 takes {d8['ms']:.1f} ms and ViT {vit['ms']:.1f}, {d8['ratio']:.2f} times as long"
+    assert words in " ".join(text.split())
+
+
+def test_the_performance_page_adds_up_what_is_left_to_gain():
+    """The operators of a block, what they would take at best, and what a block of a whole model takes."""
+    rows = {(row["case"], row["name"]): row for row in measured("h200_operators")["results"]}
+    timm = [measured(f"h200_block_{size}")["results"][0]["ms"] for size in ("large", "huge")]
+    best, taken, above, whole = [], [], [], []
+    for size, record, depth in (("ViT-Large/16", "h200_model", 24), ("ViT-Huge/14", "h200_huge", 32)):
+
+        def us(operator, key="ms", name="octic", size=size):
+            return 1e3 * rows[f"{size} {operator}", name][key]
+
+        def excess(*operators, us=us):
+            return sum(us(operator) - us(operator.split(" +")[0], "floor_ms") for operator in operators)
+
+        attention = us("attention", name="standard")
+        norms = 2 * (us("residual + norm") - us("residual + norm", "floor_ms"))
+        above.append(
+            [
+                excess("fc1 + GELU"),
+                excess("proj", "fc2"),
+                us("qkv + attention") - us("qkv", "floor_ms") - attention,
+                norms,
+            ]
+        )
+        products = sum(us(operator, "floor_ms") for operator in ("qkv", "proj", "fc1", "fc2"))
+        best.append(products + 2 * us("residual + norm", "floor_ms") + attention)
+        taken.append(best[-1] + sum(above[-1]))
+        whole.append(1e3 * measured(record)["results"][1]["ms"] / depth)
+    text = " ".join((ROOT / "docs/performance.md").read_text().split())
+    ratios = [1e3 * ms / us for ms, us in zip(timm, best, strict=True)]
+    fused, narrow, attention, norms = ([f"{us:.0f}" for us in pair] for pair in zip(*above, strict=True))
+    for words in (
+        f"would take {best[0]:.0f} µs at L/16 and {best[1]:.0f} at H/14, {ratios[0]:.1f} and {ratios[1]:.1f} times",
+        f"blocks take {whole[0]:.0f} and {whole[1]:.0f} µs, {taken[0]:.0f} and {taken[1]:.0f} of them",
+        f"fc1 + GELU ({fused[0]} and {fused[1]} µs), proj and fc2 ({narrow[0]} and {narrow[1]})",
+        f"qkv and attention ({attention[0]} and {attention[1]}, ",
+        f"norms ({norms[0]} and {norms[1]})",
+    ):
+        assert words in text
+
+
 def test_blood_cells_are_learned_as_the_page_says():
     """From the first evaluation to the last an i8 is ahead, with labels and without, at two thirds of the work."""
     text = (ROOT / "docs/howto/no-up.md").read_text()

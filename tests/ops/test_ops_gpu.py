@@ -168,6 +168,21 @@ def test_error_of_attention_without_gradients(dtype):
     assert ours <= 2 * theirs + 4 * torch.finfo(dtype).eps
 
 
+@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+def test_what_is_not_finite_stays_in_its_image():
+    torch.manual_seed(0)
+    qkv = torch.randn(2 * 257, 3840, device=DEVICE, dtype=torch.bfloat16)
+    results = []
+    for bad in (0.0, float("nan")):
+        x = torch.cat([qkv[:257], qkv[257:] + bad]).requires_grad_()
+        out = attention._head_attention(x, None, 16, [2], [257])[0]
+        (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
+        assert out[257:].isfinite().all() == (bad == 0.0)
+        results.append((out[:257], grad[:257]))
+    for clean, found in zip(*results, strict=True):
+        assert torch.equal(clean, found)
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_take_strided_input(name):
     fused, _, tensors = cases(1024, 16, 197, torch.bfloat16)[name]
