@@ -2,16 +2,10 @@
 
     y = Qᵀ GELU(Q (W x + b e_A1))
 
-GELU mixes entry i of each of the eight blocks of a hidden feature, so a tile of the result is 64 tokens by the same
-32 columns of all eight blocks. A program keeps all channels of its 64 tokens in shared memory and lets the weights
-stream past them. Four warps multiply and leave a tile in shared memory, sixteen others apply GELU and store the
-result while the products of the next one go on. Two more warps load. GELU's arithmetic takes as long as the products,
-which is why it has warps of its own.
-
-A program's share is a range of tiles, one block of tokens after the other. Buffers are handed over by barriers:
-`full` says that one was filled, `empty` that it may be filled again. The weights of a tile come in turns of STEP
-channels for 64 columns: 32 of A1 and 32 of A2, then of B1 and B2, then of both copies of E, which its components
-share.
+GELU mixes entry i of each of the eight blocks of a hidden feature, so a tile of the result is the same 32 columns of
+all of them, see `streamed.py`. Four warps multiply and leave a tile in shared memory, sixteen others apply GELU and
+store the result while the products of the next one go on. Two more warps load. GELU's arithmetic takes as long as the
+products, which is why it has warps of its own.
 """
 
 import math
@@ -20,11 +14,21 @@ from functools import cache
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from quickvit.ops.triton.boxes import accumulators, in_boxes, load_box, view_as
+from quickvit.ops.triton.boxes import in_boxes, view_as
 from quickvit.ops.triton.gelu import gelu_of, to_isotypic, to_regular
 from quickvit.ops.triton.launch import multiprocessors, shared_memory
+from quickvit.ops.triton.streamed import (
+    copies_of,
+    load_part,
+    load_tokens,
+    new_tokens,
+    new_weights,
+    ones,
+    share,
+    twos,
+)
 
 # By the number of channels: those of a box.
 STEPS: dict[int, int] = {1024: 64, 1280: 32}
@@ -32,7 +36,7 @@ ROWS = gl.constexpr(64)
 COLUMNS = gl.constexpr(32)
 BLOCKS = gl.constexpr(8)
 # Turns of weights in shared memory, and rows of a tile that GELU is applied to at a time.
-STAGES = gl.constexpr(8)
+STAGES = gl.constexpr(4)
 CHUNK = gl.constexpr(32)
 # Warps that apply GELU, registers of a thread of these, and of one that loads.
 WARPS = gl.constexpr(16)
@@ -46,81 +50,22 @@ _P0, _P1 = (gl.constexpr(p * _S ** (2 * k + 1) / 2) for k, p in enumerate(LOGIT)
 
 
 @gluon.jit
-def _share(tiles):
-    """The first of this program's tiles, and the first that is no longer one."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    return tiles * program // programs, tiles * (program + 1) // programs
-
-
-@gluon.jit
-def _load_tokens(x, tokens, tiles, F: gl.constexpr):
-    """One block of tokens after the other."""
-    buffers, full, empty = tokens
-    TILES: gl.constexpr = F // COLUMNS
-    PIECES: gl.constexpr = buffers.shape[0]
-    STEP: gl.constexpr = buffers.shape[2]
-    first, last = _share(tiles)
-    phase = 0
-    for block in range(first // TILES, (last + TILES - 1) // TILES):
-        mbarrier.wait(empty, phase ^ 1)
-        mbarrier.expect(full, PIECES * ROWS * STEP * 2)
-        for piece in gl.static_range(PIECES):
-            load_box(x, [block * ROWS, piece * STEP], full, buffers.index(piece))
-        phase ^= 1
-
-
-@gluon.jit
 def _load_weights(one, two, weights, tiles, F: gl.constexpr, M: gl.constexpr):
     """The weights of one tile after the other."""
-    ring, full, empty = weights
-    STEP: gl.constexpr = ring.shape[2]
-    first, last = _share(tiles)
+    STEP: gl.constexpr = weights[0].shape[2]
+    first, last = share(tiles)
     turn = 0
     for tile in range(first, last):
         column = tile % (F // COLUMNS) * COLUMNS
-        for pair in gl.static_range(3):
-            for inner in range(0, M if pair < 2 else 2 * M, STEP):
-                stage = turn % STAGES
-                ready = full.index(stage)
-                mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
-                mbarrier.expect(ready, 2 * COLUMNS * STEP * 2)
-                for half in gl.static_range(2):
-                    buffer = ring.index(2 * stage + half)
-                    if pair < 2:
-                        load_box(one, [(2 * pair + half) * F + column, inner], ready, buffer)
-                    else:
-                        load_box(two, [half * F + column, inner], ready, buffer)
-                turn += 1
-
-
-@gluon.jit
-def _pair(x, weights, turn, PAIR: gl.constexpr, M: gl.constexpr):
-    """The products of two irreps, or of both components of E; the last of them go on.
-
-    Those of a turn begin before those of the last one have ended, whose weights then go.
-    """
-    ring, full, empty = weights
-    STEP: gl.constexpr = ring.shape[2]
-    PIECES: gl.constexpr = M // STEP if PAIR < 2 else 2 * M // STEP
-    WIDTH: gl.constexpr = COLUMNS if PAIR < 2 else 2 * COLUMNS
-    LEFT: gl.constexpr = 2 * PAIR * M // STEP
-    u = gl.zeros((ROWS, WIDTH), gl.float32, layout=accumulators(WIDTH))
-    v = u
-    for piece in range(PIECES):
-        stage = turn % STAGES
-        mbarrier.wait(full.index(stage), turn // STAGES & 1)
-        if PAIR < 2:
-            one = ring.index(2 * stage).permute((1, 0))
-            other = ring.index(2 * stage + 1).permute((1, 0))
-        else:
-            one = view_as(ring, ring.dtype, [STAGES, WIDTH, STEP], ring.layout).index(stage).permute((1, 0))
-            other = one
-        u = warpgroup_mma(x.index(LEFT + piece), one, u, use_acc=piece > 0, is_async=True)
-        v = warpgroup_mma(x.index(LEFT + PIECES + piece), other, v, use_acc=piece > 0, is_async=True)
-        u, v = warpgroup_mma_wait(2, deps=(u, v))
-        mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1, pred=PAIR + piece > 0)
-        turn += 1
-    return u, v
+        for inner in range(0, M, STEP):
+            for irrep in gl.static_range(4):
+                load_part(one, [irrep * F + column, inner], weights, turn, irrep)
+            turn += 1
+        for inner in range(0, 2 * M, 2 * STEP):
+            for part in gl.static_range(4):
+                corner = [part % 2 * F + column, inner + part // 2 * STEP]
+                load_part(two, corner, weights, turn, part)
+            turn += 1
 
 
 @gluon.jit
@@ -129,7 +74,7 @@ def _multiply(tokens, weights, box, tiles, F: gl.constexpr, M: gl.constexpr):
     x, tokens_full, tokens_empty = tokens
     TILES: gl.constexpr = F // COLUMNS
     PIECES: gl.constexpr = M // x.shape[2]
-    first, last = _share(tiles)
+    first, last = share(tiles)
     turn = 0
     phase = 0
     times = 0
@@ -137,12 +82,11 @@ def _multiply(tokens, weights, box, tiles, F: gl.constexpr, M: gl.constexpr):
         mbarrier.wait(tokens_full, phase)
         end = min(last, (block + 1) * TILES)
         for tile in range(max(first, block * TILES), end):
-            a1, a2 = _pair(x, weights, turn, 0, M)
-            b1, b2 = _pair(x, weights, turn + PIECES, 1, M)
-            e1, e2 = _pair(x, weights, turn + 2 * PIECES, 2, M)
-            turn += 4 * PIECES
+            a1, a2, b1, b2 = ones(x, weights, turn)
+            e1, e2 = twos(x, weights, turn + PIECES)
+            turn += 2 * PIECES
             # While the last products of E go on, the others leave.
-            a1, a2, b1, b2 = warpgroup_mma_wait(2, deps=(a1, a2, b1, b2))
+            a1, a2, b1, b2 = warpgroup_mma_wait(4, deps=(a1, a2, b1, b2))
             _leave_ones(box, times, a1, a2, b1, b2)
             e1, e2 = warpgroup_mma_wait(0, deps=(e1, e2))
             mbarrier.arrive(weights[2].index((turn - 1) % STAGES), count=1)
@@ -167,18 +111,13 @@ def _leave_ones(box, times, a1, a2, b1, b2):
 def _leave_twos(box, e1, e2):
     """Leave the rest of a tile, and say that it is full."""
     blocks, full, _ = box
-    e11, e21 = _copies(e1)
-    e12, e22 = _copies(e2)
+    e11, e21 = copies_of(e1)
+    e12, e22 = copies_of(e2)
     blocks[4].store(e11.to(blocks[0].dtype))
     blocks[5].store(e21.to(blocks[0].dtype))
     blocks[6].store(e12.to(blocks[0].dtype))
     blocks[7].store(e22.to(blocks[0].dtype))
     mbarrier.arrive(full, count=1)
-
-
-@gluon.jit
-def _copies(value):
-    return gl.split(value.reshape([ROWS, 2, COLUMNS]).permute([0, 2, 1]))
 
 
 @gluon.jit
@@ -231,7 +170,7 @@ def _activate(y, bias, box, tokens, tiles, F: gl.constexpr):
     for block in gl.static_range(BLOCKS):
         memory = blocks[block]
         chunks += (view_as(memory, memory.dtype, [ROWS // CHUNK, CHUNK, COLUMNS], memory.layout),)
-    first, last = _share(tiles)
+    first, last = share(tiles)
     phase = 0
     for tile in range(first, last):
         row = tile // TILES * ROWS
@@ -272,27 +211,15 @@ def _allocate_box(dtype: gl.constexpr):
 @gluon.jit(do_not_specialize=["count", "tiles"])
 def _linear_gelu(x, one, two, bias, y, count, tiles, F: gl.constexpr, M: gl.constexpr):
     """y of x, which have so many tokens; F and M are eighths of their widths."""
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    STEP: gl.constexpr = x.block_type.shape[1]
-    buffers = gl.allocate_shared_memory(x.dtype, [BLOCKS * M // STEP, ROWS, STEP], x.layout)
-    ring = gl.allocate_shared_memory(x.dtype, [2 * STAGES, COLUMNS, STEP], one.layout)
-    tokens_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
-    tokens_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    mbarrier.init(tokens_full, count=1)
-    mbarrier.init(tokens_empty, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    tokens = new_tokens(x, BLOCKS * M, 1)
+    weights = new_weights(x.dtype, COLUMNS, x.block_type.shape[1], STAGES)
     box = _allocate_box(x.dtype)
-    tokens, weights = (buffers, tokens_full, tokens_empty), (ring, full, empty)
     gl.warp_specialize(
         [
             (_multiply, (tokens, weights, box, tiles, F, M)),
             (_activate, (y, bias, box, count, tiles, F)),
             (_load_weights, (one, two, weights, tiles, F, M)),
-            (_load_tokens, (x, tokens, tiles, F)),
+            (load_tokens, (x, tokens, tiles, F // COLUMNS)),
         ],
         [WARPS, 1, 1],
         [_SOME, _FEW, _FEW],
@@ -304,7 +231,7 @@ def takes(device: torch.device, dtype: torch.dtype, channels: int, width: int) -
     """Whether there is a kernel from C channels to a width: in 16 bits, from 1024 or 1280."""
     if channels not in STEPS or width % 256 or dtype.itemsize != 2:
         return False
-    needed = 2 * (64 * channels + 8 * 64 * STEPS[channels] + 64 * 256) + 1024
+    needed = 2 * (64 * channels + 4 * 128 * STEPS[channels] + 64 * 256) + 1024
     return shared_memory(device) >= needed
 
 
