@@ -1,4 +1,4 @@
-"""Attention of heads of 80, and its gradient: the kernels for Hopper beside PyTorch's and the copies that those need.
+"""Attention of heads of 80, and its gradient: the kernels for Hopper beside PyTorch's, and copies to and from heads.
 
     python benchmarks/attention.py --images 64 --tokens 257
 
@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quickvit.bench.timing import GraphedCalls, Job, cuda_clock
+from quickvit.ops.linear import products
 from quickvit.ops.triton.heads import to_heads, to_packed
 from quickvit.ops.triton.hopper_attention import attention_backward, attention_forward
+from quickvit.ops.triton.hopper_heads import linear_heads
 
 HEADS, DIM = 16, 80
 CALLS, REPEATS = 10, 7
@@ -36,7 +38,11 @@ def jobs(images: int, tokens: int) -> dict[str, Callable[[], Job]]:
 
     q, k, v, dout = (noise(*shape, HEADS, DIM) for _ in range(4))
     qkv, bias, out = noise(rows, 3 * HEADS * DIM), noise(3 * HEADS * DIM // 8), noise(rows, HEADS * DIM)
-    logs = attention_forward(q, k, v, out, 0)
+    result, logs = attention_forward(q, k, v)
+    one, two = (
+        noise(4, 3 * HEADS * DIM // 8, HEADS * DIM // 8),
+        noise(1, 3 * HEADS * DIM // 4, HEADS * DIM // 4),
+    )
 
     def theirs(graded: bool) -> Job:
         def job() -> object:
@@ -47,8 +53,10 @@ def jobs(images: int, tokens: int) -> dict[str, Callable[[], Job]]:
         return job
 
     return {
-        "ours": lambda: lambda: attention_forward(q, k, v, out, 0),
-        "our gradient": lambda: lambda: attention_backward(dout, q, k, v, out, logs, qkv, 0),
+        "ours": lambda: lambda: attention_forward(q, k, v),
+        "our gradient": lambda: lambda: attention_backward(dout, q, k, v, result, logs),
+        "q, k, v in heads by our kernel": lambda: lambda: linear_heads(out, one, two, bias),
+        "q, k, v in packed channels": lambda: lambda: products(out, one, two, qkv),
         "PyTorch's": lambda: theirs(False),
         "PyTorch's with its gradient": lambda: theirs(True),
         "copy of q, k, v into heads": lambda: lambda: to_heads(qkv, HEADS, 3, bias, shape, 0),

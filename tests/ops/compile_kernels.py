@@ -78,7 +78,10 @@ def launch(length, width, number, hidden):
         out, lse = attention.attention_forward(qkv, qkv_bias, number, shapes)
         attention.attention_backward(out, qkv, qkv_bias, out, lse, number, shapes)
     else:
-        heads.to_packed(heads.to_heads(qkv, number, 3, qkv_bias, shapes[0], 0), qkv, 0)
+        for pairs, added in ((False, None), (False, qkv_bias), (True, None), (True, qkv_bias)):
+            in_heads = heads.to_heads(qkv, number, 3, added, shapes[0], 0, pairs=pairs)
+            heads.to_packed(in_heads, qkv, 0, pairs=pairs)
+            heads.into_heads(qkv, number, added)
     if whole_head.takes(length, dim, x.device):
         whole_head.attention_whole_head(qkv, qkv_bias, number, shapes)
         whole_head.gradient_of_batch(x, qkv, qkv_bias, qkv, number, (1, 37), 0)
@@ -128,14 +131,16 @@ def hopper(limit):
     from quickvit.ops.triton import hopper as kernels
     from quickvit.ops.triton import hopper_attention as with_heads
     from quickvit.ops.triton import hopper_gelu as with_gelu
+    from quickvit.ops.triton import hopper_heads as to_heads
 
     triton.runtime.driver.set_active(Driver())
     kernels._octic_linear = Compiler(kernels._octic_linear)
     with_gelu._linear_gelu = Compiler(with_gelu._linear_gelu)
+    to_heads._linear_heads = Compiler(to_heads._linear_heads)
     with_heads._attention = Compiler(with_heads._attention)
     with_heads._attention_gradient = Compiler(with_heads._attention_gradient)
     kernels.shared_memory = lambda device: limit
-    kernels.multiprocessors = with_gelu.multiprocessors = lambda device: 132
+    kernels.multiprocessors = with_gelu.multiprocessors = to_heads.multiprocessors = lambda device: 132
     LAUNCHES.clear()
     for width in (768, 1024):
         for dtype in (torch.bfloat16, torch.float16):
@@ -154,12 +159,13 @@ def hopper(limit):
             )
             with_gelu.linear_gelu(x, one, two, torch.empty(width // 2), y)
             with_gelu.linear_gelu(x, one, two, None, y)
+    for dtype in (torch.bfloat16, torch.float16):
+        x, one, two = (torch.empty(shape, dtype=dtype) for shape in ((1, 1280), (4, 480, 160), (1, 960, 320)))
+        to_heads.linear_heads(x, one, two, torch.empty(480))
+        to_heads.linear_heads(x, one, two, None)
     for tokens in (257, 197):
-        q, packed = (
-            torch.empty(shape, dtype=torch.bfloat16) for shape in ((1, tokens, 16, 80), (tokens, 1280))
-        )
-        logs = with_heads.attention_forward(q, q, q, packed, 0)
-        with_heads.attention_backward(q, q, q, q, packed, logs, packed, 0)
+        q = torch.empty(1, tokens, 16, 80, dtype=torch.bfloat16)
+        with_heads.attention_backward(q, q, q, q, *with_heads.attention_forward(q, q, q))
     return [(kernel.metadata.name, kernel.metadata.shared) for kernel in LAUNCHES]
 
 

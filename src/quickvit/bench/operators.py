@@ -172,3 +172,5 @@ def _attention(batch: int, shape: Shape, storage: Storage) -> Iterator[Operator]
     m, both = width // 8, (work.linear(batch * tokens, width, 3 * width, storage, D8), steps)
     shapes = ((batch, tokens, width), (4, 3 * m, m), (1, 6 * m, 2 * m), (3 * m,))
     yield Operator("qkv + attention", "octic", both, with_qkv, shapes)
+    gradients = both[0].times(2, 2), steps.times(2.5, 2)
+    yield Operator("qkv + attention gradient", "octic", gradients, with_qkv, shapes, by=(0, 1, 2, 3))

@@ -54,7 +54,10 @@ class OcticAttention(nn.Module):
 
     def _heads(self, x: Tensor, shapes: Shapes | None, weights: Weights) -> Tensor:
         dropout = self.attn_drop if self.training else 0.0
-        if not dropout and takes_self_attention(x, self.num_heads, self.qkv.out_layout.group):
+        group = self.qkv.out_layout.group
+        if not dropout and takes_self_attention(x, self.num_heads, group, shapes):
             return octic_self_attention(x, *weights, self.qkv.bias, self.num_heads, shapes=shapes)
         qkv, bias = self.qkv.product(x, weights)
-        return octic_attention(qkv, self.num_heads, self.qkv.out_layout, bias, shapes=shapes, dropout=dropout)
+        return octic_attention(
+            qkv, self.num_heads, self.qkv.out_layout, bias, shapes=shapes, dropout=dropout, overwrite=True
+        )

@@ -19,8 +19,16 @@ from torch.utils.flop_counter import register_flop_formula
 from quickvit.group import D8, DihedralGroup, Layout
 from quickvit.ops import hopper
 from quickvit.ops.backend import fused, needs_grad
-from quickvit.ops.linear import all_grads
-from quickvit.ops.operator import closed_operator, fused_operator, kernels, open_operator
+from quickvit.ops.linear import all_grads, products
+from quickvit.ops.operator import (
+    closed_operator,
+    fused_operator,
+    kernels,
+    open_operator,
+    seen,
+    straight,
+    written,
+)
 from quickvit.ops.packing import Shapes, attend, pack, unpack
 from quickvit.ops.precision import autocast
 
@@ -36,15 +44,20 @@ def octic_attention(
     *,
     shapes: Shapes | None = None,
     dropout: float = 0.0,
+    overwrite: bool = False,
 ) -> Tensor:
     """softmax(q kᵀ / √D) v for every head, [B, N, 3C] → [B, N, C]; `bias` [3C/|G|] is added to A1 first.
 
-    `layout` is that of qkv. Packed sequences [T, 3C] → [T, C] come with their `shapes`.
+    `layout` is that of qkv. Packed sequences [T, 3C] → [T, C] come with their `shapes`. With `overwrite` the caller
+    has no more use for qkv.
     """
     if shapes is None:
         batch = qkv.shape[0], qkv.shape[1]
-        flat = octic_attention(qkv.flatten(0, 1), heads, layout, bias, shapes=(batch,), dropout=dropout)
-        return flat.unflatten(0, batch)
+        tokens = qkv.flatten(0, 1)
+        out = octic_attention(
+            tokens, heads, layout, bias, shapes=(batch,), dropout=dropout, overwrite=overwrite
+        )
+        return out.unflatten(0, batch)
     if sum(number * length for number, length in shapes) != qkv.shape[0]:
         raise ValueError(f"sequences of shapes {shapes} do not make the {qkv.shape[0]} tokens that there are")
     if not fused(qkv, layout.group) or (dropout and qkv.is_cpu):
@@ -52,24 +65,29 @@ def octic_attention(
     numbers, lengths = ([*sizes] for sizes in zip(*shapes, strict=True))
     if not dropout and _reads_packed(qkv, heads):
         return _attention(qkv, bias, heads, numbers, lengths)[0]
-    if not dropout and _takes_heads(qkv, heads, max(lengths)):
-        return _head_attention(qkv, bias, heads, numbers, lengths)[0]
     if not dropout and _fits_whole_heads(qkv, bias, heads, max(lengths)):
         return _whole_heads(qkv, bias, heads, numbers, lengths)
-    features = _split_heads(qkv, bias, heads, numbers, lengths)
-    batches = zip(features[::3], features[1::3], features[2::3], strict=True)
-    return _merge_heads([attend(q, k, v, dropout=dropout) for q, k, v in batches])
+    if overwrite and qkv.is_contiguous() and not seen(qkv, bias):
+        q, k, v = (unpack(x, shapes) for x in _into_heads(qkv, heads, bias))
+        batches = zip(q, k, v, strict=True)
+    else:
+        features = _split_heads(qkv, bias, heads, numbers, lengths)
+        batches = zip(features[::3], features[1::3], features[2::3], strict=True)
+    return _merge_heads([attend(*batch, dropout=dropout) for batch in batches])
 
 
-def takes_self_attention(x: Tensor, heads: int, group: DihedralGroup) -> bool:
+def takes_self_attention(x: Tensor, heads: int, group: DihedralGroup, shapes: Shapes | None = None) -> bool:
     """Whether `octic_self_attention` is there for x: where a kernel writes q, k, v the way attention reads best.
 
-    That is for heads of 64, and for so many features that launching it, which takes Python longer, matters little.
+    That is for heads of 64 or 80, and for so many features that launching it, which takes Python longer, matters
+    little.
     """
-    channels = x.shape[-1]
-    if not fused(x, group) or channels != 64 * heads or not hopper.takes(x, 3 * channels):
+    if not fused(x, group) or not _are_many(x.numel()):
         return False
-    return _are_many(x.numel())
+    channels = x.shape[-1]
+    if channels == 64 * heads:
+        return hopper.takes(x, 3 * channels)
+    return hopper.takes_heads(x, heads, max(length for _, length in shapes or (x.shape[:2],)))
 
 
 def octic_self_attention(
@@ -84,7 +102,8 @@ def octic_self_attention(
     """`octic_attention` of W x with a bias, [B, N, C] → [B, N, C]; see `octic_linear`."""
     x, weight_1, weight_2 = autocast(x, weight_1, weight_2)
     numbers, lengths = ([*sizes] for sizes in zip(*(shapes or (x.shape[:2],)), strict=True))
-    out: Tensor = _self_attention(x.flatten(0, -2), weight_1, weight_2, bias, heads, numbers, lengths)[0]
+    operator = _head_attention if x.shape[-1] == 80 * heads else _self_attention
+    out: Tensor = operator(x.flatten(0, -2), weight_1, weight_2, bias, heads, numbers, lengths)[0]
     return out.unflatten(0, x.shape[:-1])
 
 
@@ -115,12 +134,6 @@ def _reads_packed(qkv: Tensor, heads: int) -> bool:
     return qkv.element_size() == 2 and qkv.shape[-1] // (3 * D8.order * heads) in (8, 16)
 
 
-def _takes_heads(qkv: Tensor, heads: int, longest: int) -> bool:
-    """Whether the kernels for Hopper take these heads; as for `takes_self_attention`, if there are many features."""
-    dim = qkv.shape[-1] // (3 * heads)
-    return _are_many(qkv.numel() // 3) and hopper.takes_attention(qkv, dim, longest)
-
-
 def _are_many(entries: int) -> bool:
     # Which is not asked of an exported model: it would be for as many images as its example.
     return not _is_exporting() and entries >= MANY_ENTRIES
@@ -147,6 +160,16 @@ def _whole_heads(
     from quickvit.ops.triton.whole_head import attention_whole_head
 
     return attention_whole_head(qkv.contiguous(), bias, heads, _shapes(numbers, lengths))
+
+
+@straight
+def _into_heads(qkv: Tensor, heads: int, bias: Tensor | None) -> Tensor:
+    """q, k and v [3, T, H, D] in the place of qkv."""
+    from quickvit.ops.triton.heads import into_heads
+
+    features = into_heads(qkv, heads, bias)
+    written(qkv)
+    return features
 
 
 @open_operator("octic_split_heads")
@@ -293,99 +316,7 @@ def _backward(ctx, grad, _):
 _attention.register_autograd(_backward, setup_context=_setup)
 
 
-# ---------------------------------------------------------------------- a whole head at a time, on Hopper
-
-
-@closed_operator("octic_head_attention")
-def _head_attention(
-    qkv: Tensor, bias: Tensor | None, heads: int, numbers: list[int], lengths: list[int]
-) -> list[Tensor]:
-    """The result, and for the gradients of each long batch q, k, v [B, N, H, D] and logarithms of sums [B, H, N]."""
-    from quickvit.ops.triton.heads import to_heads
-    from quickvit.ops.triton.whole_head import SHORT, attention_of_batch
-
-    qkv = qkv.contiguous()
-    out = qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
-    kept = []
-    for origin, shape in _batches(numbers, lengths):
-        if shape[1] <= SHORT:
-            attention_of_batch(qkv, bias, out, heads, shape, origin)
-        else:
-            features = to_heads(qkv, heads, 3, bias, shape, origin)
-            kept += [*features, hopper.attention_kernels().attention_forward(*features, out, origin)]
-    return [out, *kept]
-
-
-@_head_attention.register_fake
-def _(qkv, bias, heads, numbers, lengths):
-    from quickvit.ops.triton.whole_head import SHORT
-
-    channels = qkv.shape[1] // 3
-    kept = []
-    for number, length in _shapes(numbers, lengths):
-        if length > SHORT:
-            kept += [qkv.new_empty(number, length, heads, channels // heads) for _ in range(3)]
-            kept.append(qkv.new_empty(number, heads, length, dtype=torch.float32))
-    return [qkv.new_empty(qkv.shape[0], channels), *kept]
-
-
-@closed_operator("octic_head_attention_grad")
-def _head_attention_grad(
-    grad: Tensor,
-    out: Tensor,
-    kept: list[Tensor],
-    qkv: Tensor | None,
-    bias: Tensor | None,
-    heads: int,
-    numbers: list[int],
-    lengths: list[int],
-) -> Tensor:
-    """The gradient of qkv, which short batches ask for once more."""
-    from quickvit.ops.triton.heads import to_heads
-    from quickvit.ops.triton.whole_head import SHORT, gradient_of_batch
-
-    grad = grad.contiguous()
-    grad_qkv = grad.new_empty(grad.shape[0], 3 * grad.shape[1])
-    left = iter(kept)
-    for origin, shape in _batches(numbers, lengths):
-        if shape[1] <= SHORT:
-            assert qkv is not None
-            gradient_of_batch(grad, qkv.contiguous(), bias, grad_qkv, heads, shape, origin)
-        else:
-            q, k, v, logs = (next(left) for _ in range(4))
-            (dout,) = to_heads(grad, heads, 1, None, shape, origin)
-            kernels = hopper.attention_kernels()
-            kernels.attention_backward(dout, q, k, v, out, logs, grad_qkv, origin)
-    return grad_qkv
-
-
-@_head_attention_grad.register_fake
-def _(grad, out, kept, qkv, bias, heads, numbers, lengths):
-    return grad.new_empty(grad.shape[0], 3 * grad.shape[1])
-
-
-def _head_setup(ctx, inputs, output):
-    from quickvit.ops.triton.whole_head import SHORT
-
-    qkv, bias, heads, numbers, lengths = inputs
-    ctx.sizes = heads, numbers, lengths
-    short = min(lengths) <= SHORT
-    ctx.save_for_backward(*((qkv, bias) if short else (None, None)), *output)
-    ctx.set_materialize_grads(False)
-    ctx.bias_width = None if bias is None else bias.shape[0]
-
-
-def _head_backward(ctx, grads):
-    qkv, bias, out, *kept = ctx.saved_tensors
-    grad = _head_attention_grad(grads[0], out, kept, qkv, bias, *ctx.sizes)
-    grad_bias = grad[:, : ctx.bias_width].sum(0) if ctx.needs_input_grad[1] else None
-    return grad, grad_bias, None, None, None
-
-
-_head_attention.register_autograd(_head_backward, setup_context=_head_setup)
-
-
-# ---------------------------------------------------------------------- with the linear map
+# ---------------------------------------------------------------------- with the linear map, for heads of 64
 
 
 @closed_operator("octic_self_attention")
@@ -449,6 +380,102 @@ def _self_backward(ctx, grad, *_):
 _self_attention.register_autograd(_self_backward, setup_context=_self_setup)
 
 
+# ---------------------------------------------------------------------- the same for heads of 80
+
+
+@closed_operator("octic_head_attention")
+def _head_attention(
+    x: Tensor,
+    weight_1: Tensor,
+    weight_2: Tensor,
+    bias: Tensor | None,
+    heads: int,
+    numbers: list[int],
+    lengths: list[int],
+) -> list[Tensor]:
+    """The result, and what gradients need of each batch.
+
+    Of a short one that is packed qkv, of others q, k, v [3, B, N, H, D], their result [B, N, H, D] and the logarithms
+    of sums [B, H, N].
+    """
+    from quickvit.ops.triton.heads import to_packed
+    from quickvit.ops.triton.whole_head import SHORT, attention_of_batch
+
+    out, kept = x.new_empty(x.shape), []
+    for origin, shape in _batches(numbers, lengths):
+        tokens = slice(origin, origin + shape[0] * shape[1])
+        if shape[1] <= SHORT:
+            qkv = x.new_empty(tokens.stop - origin, 3 * x.shape[1])
+            products(x[tokens], weight_1, weight_2, qkv)
+            attention_of_batch(qkv, bias, out[tokens], heads, shape, 0)
+            kept.append(qkv)
+        else:
+            qkv = hopper.heads_kernels().linear_heads(x[tokens], weight_1, weight_2, bias).unflatten(1, shape)
+            result, logs = hopper.attention_kernels().attention_forward(*qkv)
+            to_packed([result], out, origin, pairs=True)
+            kept += [qkv, result, logs]
+    return [out, *kept]
+
+
+@_head_attention.register_fake
+def _(x, weight_1, weight_2, bias, heads, numbers, lengths):
+    from quickvit.ops.triton.whole_head import SHORT
+
+    kept = []
+    for number, length in _shapes(numbers, lengths):
+        size = number, length, heads, x.shape[1] // heads
+        if length <= SHORT:
+            kept.append(x.new_empty(number * length, 3 * x.shape[1]))
+        else:
+            kept += [x.new_empty(3, *size), x.new_empty(size)]
+            kept.append(x.new_empty(number, heads, length, dtype=torch.float32))
+    return [x.new_empty(x.shape), *kept]
+
+
+@closed_operator("octic_head_attention_qkv_grad")
+def _heads_grad(
+    grad: Tensor, kept: list[Tensor], bias: Tensor | None, heads: int, numbers: list[int], lengths: list[int]
+) -> Tensor:
+    """The gradient of q, k and v, packed."""
+    from quickvit.ops.triton.heads import to_heads, to_packed
+    from quickvit.ops.triton.whole_head import SHORT, gradient_of_batch
+
+    grad = grad.contiguous()
+    grad_qkv = grad.new_empty(grad.shape[0], 3 * grad.shape[1])
+    left = iter(kept)
+    for origin, shape in _batches(numbers, lengths):
+        if shape[1] <= SHORT:
+            tokens = slice(origin, origin + shape[0] * shape[1])
+            gradient_of_batch(grad[tokens], next(left), bias, grad_qkv[tokens], heads, shape, 0)
+        else:
+            (dout,) = to_heads(grad, heads, 1, None, shape, origin, pairs=True)
+            qkv, result, logs = (next(left) for _ in range(3))
+            grads = hopper.attention_kernels().attention_backward(dout, *qkv, result, logs)
+            to_packed(grads, grad_qkv, origin, pairs=True)
+    return grad_qkv
+
+
+@_heads_grad.register_fake
+def _(grad, kept, bias, heads, numbers, lengths):
+    return grad.new_empty(grad.shape[0], 3 * grad.shape[1])
+
+
+def _head_setup(ctx, inputs, output):
+    x, weight_1, weight_2, bias, *ctx.sizes = inputs
+    ctx.save_for_backward(x, weight_1, weight_2, bias, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _head_backward(ctx, grads):
+    x, weight_1, weight_2, bias, *kept = ctx.saved_tensors
+    grad_qkv = _heads_grad(grads[0], kept, bias, *ctx.sizes)
+    dtype = x.dtype if bias is None else bias.dtype
+    return *all_grads(ctx.needs_input_grad, grad_qkv, x, weight_1, weight_2, dtype), None, None, None
+
+
+_head_attention.register_autograd(_head_backward, setup_context=_head_setup)
+
+
 def _shapes(numbers: list[int], lengths: list[int]) -> Shapes:
     return tuple(zip(numbers, lengths, strict=True))
 
@@ -475,14 +502,12 @@ def _new_packed(features: list[Tensor], parts: int) -> Tensor:
 _ops = torch.ops.quickvit
 
 
-@register_flop_formula(
-    [_ops.octic_attention, _ops.octic_attention_cpu, _ops.octic_whole_heads, _ops.octic_head_attention]
-)
+@register_flop_formula([_ops.octic_attention, _ops.octic_attention_cpu, _ops.octic_whole_heads])
 def _attention_flops(qkv, bias, heads, numbers, lengths, **__):
     return 4 * _pairs(numbers, lengths) * (qkv[1] // 3)
 
 
-@register_flop_formula(_ops.octic_self_attention)
+@register_flop_formula([_ops.octic_self_attention, _ops.octic_head_attention])
 def _self_attention_flops(x, weight_1, weight_2, bias, heads, numbers, lengths, **__):
     _, rows, columns = weight_1
     return 2 * x[0] * 12 * rows * columns + 4 * _pairs(numbers, lengths) * x[1]
@@ -493,8 +518,8 @@ def _qkv_grad_flops(grad, qkv, out, lse, heads, numbers, lengths, **__):
     return 10 * _pairs(numbers, lengths) * grad[1]
 
 
-@register_flop_formula(_ops.octic_head_attention_grad)
-def _head_attention_grad_flops(grad, out, kept, qkv, bias, heads, numbers, lengths, **__):
+@register_flop_formula(_ops.octic_head_attention_qkv_grad)
+def _heads_grad_flops(grad, kept, bias, heads, numbers, lengths, **__):
     return 10 * _pairs(numbers, lengths) * grad[1]
 
 

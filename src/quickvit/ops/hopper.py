@@ -25,9 +25,14 @@ def takes(x: Tensor, width: int) -> bool:
     return _takes("hopper", x.device, dtype, x.shape[-1], width)
 
 
-def takes_attention(x: Tensor, dim: int, tokens: int) -> bool:
-    """Whether there are kernels for attention of x over so many tokens, with heads of this size."""
-    return x.is_cuda and tokens <= _most_tokens(x.device, x.dtype, dim)
+def takes_heads(x: Tensor, heads: int, tokens: int) -> bool:
+    """Whether there are kernels for a linear map of x to q, k and v, and for attention over so many tokens."""
+    if not x.is_cuda:
+        return False
+    dtype, channels = product_dtype(x.device) or x.dtype, x.shape[-1]
+    if not _takes("hopper_heads", x.device, dtype, channels, heads):
+        return False
+    return tokens <= _most_tokens(x.device, dtype, channels // heads)
 
 
 def launches(x: Tensor, weight: Tensor, out: Tensor) -> bool:
@@ -71,6 +76,11 @@ def gelu_kernels() -> ModuleType:
 def attention_kernels() -> ModuleType:
     """The kernels for attention of a whole head."""
     return _module("hopper_attention")
+
+
+def heads_kernels() -> ModuleType:
+    """The kernel for a linear map to heads."""
+    return _module("hopper_heads")
 
 
 def _module(name: str) -> ModuleType:

@@ -49,20 +49,26 @@ def seen(*arguments: Any) -> bool:
     return False
 
 
+def written(*tensors: Tensor) -> None:
+    """Say that a call past PyTorch has written to tensors: autograd must not take them for what it may have kept."""
+    for tensor in tensors:
+        if not tensor.is_inference():
+            increment_version(tensor)
+
+
 class Operator:
     """A function of tensors, and the same as a registered operator. `writes`: to its first tensor, else to none."""
 
     def __init__(self, function: Function, registered: Any, writes: bool = False) -> None:
-        self.function, self.registered, self.writes = _straight(function), registered, writes
+        self.function, self.registered, self.writes = straight(function), registered, writes
 
     def __call__(self, *arguments: Any) -> Any:
         """The function."""
         if seen(*arguments):
             return self.registered(*arguments)
         result = self.function(*arguments)
-        if self.writes and not arguments[0].is_inference():
-            # Autograd must not take it for what it was, if it has kept it.
-            increment_version(arguments[0])
+        if self.writes:
+            written(arguments[0])
         return result
 
     def register_fake(self, function: Function) -> None:
@@ -116,7 +122,7 @@ def closed_operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Fu
 
     def register(function: Function) -> Operator:
         schema = infer_schema(function, mutates_args=mutates_args)
-        closed = custom_op(f"quickvit::{name}", _straight(function), mutates_args=mutates_args, schema=schema)
+        closed = custom_op(f"quickvit::{name}", straight(function), mutates_args=mutates_args, schema=schema)
         return Operator(function, closed, bool(mutates_args))
 
     return register
@@ -127,7 +133,7 @@ def kernels(x: Tensor, name: str) -> ModuleType:
     return import_module(f"quickvit.ops.{'cpu' if x.is_cpu else 'triton'}.{name}")
 
 
-def _straight(function: Function) -> Function:
+def straight(function: Function) -> Function:
     """The function, which knows of itself that it is closed."""
 
     @wraps(function)

@@ -12,7 +12,7 @@ What does are two numbers for each query, handed over block by block.
 A vector of 80 entries is a tile of 64 and one of 16, and the last block of tokens is cut to TAIL where it is a right
 operand: products then do little more than they have to, where general kernels round up to 128 entries and 64 tokens.
 
-q, k, v and do are in heads, as `heads.py` writes them. The results go to packed channels, from registers.
+All features are heads in pairs, see `heads.py`.
 """
 
 import math
@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from quickvit.ops.triton.boxes import accumulators, in_boxes, load_box, view_as
-from quickvit.ops.triton.heads import block_of
 from quickvit.ops.triton.launch import shared_memory
 
 # By head size: the two parts of a vector.
@@ -126,47 +125,54 @@ def _tokens(block, COLUMNS: gl.constexpr):
     return block * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(1, accumulators(COLUMNS)))
 
 
-@gluon.jit
-def _packed(
-    feature,
-    block,
-    head,
-    START: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    PART: gl.constexpr,
-    PARTS: gl.constexpr,
-    HEADS: gl.constexpr,
-    c: gl.constexpr,
-):
-    """Where a block of tokens has a head's entries from START on, in one of the PARTS that a packed feature has."""
-    d = START + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, accumulators(COLUMNS)))
-    first = block_of(d, c)
-    length = gl.where(d < 4 * c, c, 2 * c)
-    column = first * (PARTS * HEADS * c) + (PART * HEADS + head) * length + d - first * c
-    column = gl.max_contiguous(gl.multiple_of(column, 2), 2)
-    token = _tokens(block, COLUMNS).to(gl.int64)
-    return feature + token[:, None] * (PARTS * 8 * HEADS * c) + column[None, :]
+@gluon.constexpr_function
+def _four_each(columns):
+    """Where entries are if each thread has four neighbours, and four threads 32 bytes."""
+    rest = [[0, 16], [0, 32]] if columns == 64 else []
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], *rest, [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
 
 
 @gluon.jit
-def _put(
-    feature,
-    values,
-    block,
-    N,
-    head,
-    PART: gl.constexpr,
-    PARTS: gl.constexpr,
-    HEADS: gl.constexpr,
-    c: gl.constexpr,
-):
+def _place(feature, block, COLUMNS: gl.constexpr, HEADS: gl.constexpr, c: gl.constexpr):
+    """Where a block of tokens has entries of a head, and which tokens."""
+    layout: gl.constexpr = _four_each(COLUMNS)
+    token = block * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout))
+    entry = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    return feature + token.to(gl.int64)[:, None] * (8 * HEADS * c) + entry[None, :], token[:, None]
+
+
+@gluon.jit
+def _put_part(feature, value, block, N, HEADS: gl.constexpr, c: gl.constexpr):
+    COLUMNS: gl.constexpr = value.shape[1]
+    place, token = _place(feature, block, COLUMNS, HEADS, c)
+    # Without moving anything: a thread's pairs are side by side.
+    pairs = (
+        value.to(feature.dtype.element_ty).reshape([SIDE, COLUMNS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
+    )
+    pairs = gl.convert_layout(pairs.reshape([SIDE, COLUMNS]), _four_each(COLUMNS))
+    gl.store(place, pairs, mask=token < N)
+
+
+@gluon.jit
+def _put(feature, values, block, N, HEADS: gl.constexpr, c: gl.constexpr):
     """Store both tiles of the vectors of a block of tokens."""
-    dtype: gl.constexpr = feature.dtype.element_ty
     wide, rest = values
-    place = _packed(feature, block, head, 0, wide.shape[1], PART, PARTS, HEADS, c)
-    gl.store(place, wide.to(dtype), mask=(_tokens(block, wide.shape[1]) < N)[:, None])
-    place = _packed(feature, block, head, wide.shape[1], rest.shape[1], PART, PARTS, HEADS, c)
-    gl.store(place, rest.to(dtype), mask=(_tokens(block, rest.shape[1]) < N)[:, None])
+    _put_part(feature, wide, block, N, HEADS, c)
+    _put_part(feature + wide.shape[1], rest, block, N, HEADS, c)
+
+
+@gluon.jit
+def _get_part(feature, block, N, COLUMNS: gl.constexpr, HEADS: gl.constexpr, c: gl.constexpr):
+    """The inverse of `_put_part`; zero past the end."""
+    place, token = _place(feature, block, COLUMNS, HEADS, c)
+    pairs = gl.load(place, mask=token < N, other=0.0).reshape([SIDE, COLUMNS // 16, 4, 2, 2])
+    return gl.convert_layout(pairs.permute([0, 1, 3, 2, 4]).reshape([SIDE, COLUMNS]), accumulators(COLUMNS))
 
 
 @gluon.jit
@@ -215,7 +221,6 @@ def _forward(
     q,
     out,
     logs,
-    origin,
     N,
     GROUP: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -231,11 +236,11 @@ def _forward(
     line: gl.constexpr = gl.SliceLayout(1, accumulators(SIDE))
     head = gl.program_id(0) % HEADS
     sequence = gl.program_id(0) // HEADS
-    row = sequence * N
     if GROUP == 0:
         _load_all(boxes, tiles, loaded, sequence, head * (8 * c), BLOCKS)
-    q += gl.cast(row, gl.int64) * (8 * HEADS * c) + head * (8 * c)
-    out += gl.cast(origin + row, gl.int64) * (8 * HEADS * c)
+    first = gl.cast(sequence * N, gl.int64) * (8 * HEADS * c) + head * (8 * c)
+    q += first
+    out += first
     logs += gl.program_id(0) * N
     for block in range(GROUP, BLOCKS, 2):
         queries = _queries(q, block, N, WIDE, REST, HEADS, c)
@@ -252,20 +257,18 @@ def _forward(
         share = 1 / total
         wide *= _along_rows(share, wide)
         rest *= _along_rows(share, rest)
-        _put(out, (wide, rest), block, N, head, 0, 1, HEADS, c)
+        _put(out, (wide, rest), block, N, HEADS, c)
 
 
 @gluon.jit
 def _results(
-    out, logs, block, N, head, WIDE: gl.constexpr, REST: gl.constexpr, HEADS: gl.constexpr, c: gl.constexpr
+    out, logs, block, N, WIDE: gl.constexpr, REST: gl.constexpr, HEADS: gl.constexpr, c: gl.constexpr
 ):
     """Both parts of the results of a block of queries, and their logarithms."""
-    wide = _packed(out, block, head, 0, WIDE, 0, 1, HEADS, c)
-    rest = _packed(out, block, head, WIDE, REST, 0, 1, HEADS, c)
     token = _tokens(block, SIDE)
     return (
-        gl.load(wide, mask=(_tokens(block, WIDE) < N)[:, None], other=0.0),
-        gl.load(rest, mask=(_tokens(block, REST) < N)[:, None], other=0.0),
+        _get_part(out, block, N, WIDE, HEADS, c),
+        _get_part(out + WIDE, block, N, REST, HEADS, c),
         # Queries past the end have no part in anything.
         gl.load(logs + token, mask=token < N, other=float("inf")),
     )
@@ -297,9 +300,8 @@ def _of_queries(
     tiles,
     handed,
     results,
-    dqkv,
+    dq_out,
     N,
-    head,
     block,
     BLOCKS: gl.constexpr,
     TAIL: gl.constexpr,
@@ -322,7 +324,7 @@ def _of_queries(
         dq = _add_to_dq(dq, rows, k, v, log, mean, chunk, None, SIDE, SCALE)
     dq = _add_to_dq(dq, rows, k, v, log, mean, BLOCKS - 1, N, TAIL, SCALE)
     wide, rest = warpgroup_mma_wait(0, deps=dq)
-    _put(dqkv, (wide * FACTOR, rest * FACTOR), block, N, head, 0, 3, HEADS, c)
+    _put(dq_out, (wide * FACTOR, rest * FACTOR), block, N, HEADS, c)
 
 
 @gluon.jit
@@ -344,9 +346,9 @@ def _add_to_dk_and_dv(dk, dv, rows, q, do, handed, chunk, COLUMNS: gl.constexpr,
 def _of_keys(
     tiles,
     handed,
-    dqkv,
+    dk_out,
+    dv_out,
     N,
-    head,
     block,
     BLOCKS: gl.constexpr,
     TAIL: gl.constexpr,
@@ -365,8 +367,8 @@ def _of_keys(
         dk, dv = _add_to_dk_and_dv(dk, dv, rows, q, do, handed, chunk, SIDE, SCALE)
     dk, dv = _add_to_dk_and_dv(dk, dv, rows, q, do, handed, BLOCKS - 1, TAIL, SCALE)
     dv, dv_rest, dk, dk_rest = warpgroup_mma_wait(0, deps=dv + dk)
-    _put(dqkv, (dk * FACTOR, dk_rest * FACTOR), block, N, head, 1, 3, HEADS, c)
-    _put(dqkv, (dv, dv_rest), block, N, head, 2, 3, HEADS, c)
+    _put(dk_out, (dk * FACTOR, dk_rest * FACTOR), block, N, HEADS, c)
+    _put(dv_out, (dv, dv_rest), block, N, HEADS, c)
 
 
 @gluon.jit
@@ -390,8 +392,7 @@ def _backward(
     handed,
     out,
     logs,
-    dqkv,
-    origin,
+    gradients,
     N,
     GROUP: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -402,24 +403,24 @@ def _backward(
     """A group's blocks: of queries every other one, of keys the others, so that nobody has the odd one twice."""
     head = gl.program_id(0) % HEADS
     sequence = gl.program_id(0) // HEADS
-    row = sequence * N
     if GROUP == 0:
         _load_all((boxes[0], boxes[1]), (tiles[0], tiles[1]), loaded[0], sequence, head * (8 * c), BLOCKS)
         _load_all((boxes[2], boxes[3]), (tiles[2], tiles[3]), loaded[1], sequence, head * (8 * c), BLOCKS)
-    out += gl.cast(origin + row, gl.int64) * (8 * HEADS * c)
-    dqkv += gl.cast(origin + row, gl.int64) * (24 * HEADS * c)
+    first = gl.cast(sequence * N, gl.int64) * (8 * HEADS * c) + head * (8 * c)
+    dq, dk, dv = gradients
+    out += first
     logs += gl.program_id(0) * N
     WIDE: gl.constexpr = tiles[0][0].shape[2]
     REST: gl.constexpr = tiles[0][1].shape[2]
-    following = _results(out, logs, GROUP, N, head, WIDE, REST, HEADS, c)
+    following = _results(out, logs, GROUP, N, WIDE, REST, HEADS, c)
     mbarrier.wait(loaded[0], 0)
     mbarrier.wait(loaded[1], 0)
     for block in range(GROUP, BLOCKS, 2):
         results = following
-        following = _results(out, logs, block + 2, N, head, WIDE, REST, HEADS, c)
-        _of_queries(tiles, handed, results, dqkv, N, head, block, BLOCKS, TAIL, HEADS, c)
+        following = _results(out, logs, block + 2, N, WIDE, REST, HEADS, c)
+        _of_queries(tiles, handed, results, dq + first, N, block, BLOCKS, TAIL, HEADS, c)
     for block in range(1 - GROUP, BLOCKS, 2):
-        _of_keys(tiles, handed, dqkv, N, head, block, BLOCKS, TAIL, HEADS, c)
+        _of_keys(tiles, handed, dk + first, dv + first, N, block, BLOCKS, TAIL, HEADS, c)
 
 
 @gluon.jit
@@ -437,7 +438,7 @@ def _barrier():
     return barrier
 
 
-@gluon.jit(do_not_specialize=["origin", "N"])
+@gluon.jit(do_not_specialize=["N"])
 def _attention(
     k,
     k_rest,
@@ -446,14 +447,13 @@ def _attention(
     q,
     out,
     logs,
-    origin,
     N,
     BLOCKS: gl.constexpr,
     TAIL: gl.constexpr,
     HEADS: gl.constexpr,
     c: gl.constexpr,
 ):
-    """The result of one head, and log2 Σ_j exp2(S); sequences of N tokens begin at token `origin` of out."""
+    """The result of one head, and log2 Σ_j exp2(S)."""
     boxes = ((k, k_rest), (v, v_rest))
     tiles = (
         (_allocate(k, BLOCKS), _allocate(k_rest, BLOCKS)),
@@ -462,15 +462,15 @@ def _attention(
     loaded = _barrier()
     gl.warp_specialize(
         [
-            (_forward, (boxes, tiles, loaded, q, out, logs, origin, N, 0, BLOCKS, TAIL, HEADS, c)),
-            (_forward, (boxes, tiles, loaded, q, out, logs, origin, N, 1, BLOCKS, TAIL, HEADS, c)),
+            (_forward, (boxes, tiles, loaded, q, out, logs, N, 0, BLOCKS, TAIL, HEADS, c)),
+            (_forward, (boxes, tiles, loaded, q, out, logs, N, 1, BLOCKS, TAIL, HEADS, c)),
         ],
         [4],
         [_FORWARD],
     )
 
 
-@gluon.jit(do_not_specialize=["origin", "N"])
+@gluon.jit(do_not_specialize=["N"])
 def _attention_gradient(
     q,
     q_rest,
@@ -482,15 +482,16 @@ def _attention_gradient(
     do_rest,
     out,
     logs,
-    dqkv,
-    origin,
+    dq,
+    dk,
+    dv,
     N,
     BLOCKS: gl.constexpr,
     TAIL: gl.constexpr,
     HEADS: gl.constexpr,
     c: gl.constexpr,
 ):
-    """The gradients of a head's q, k and v; sequences of N tokens begin at token `origin` of out and of dqkv."""
+    """The gradients of a head's q, k and v."""
     boxes = ((q, q_rest), (k, k_rest), (v, v_rest), (do, do_rest))
     tiles = ()
     for feature in gl.static_range(4):
@@ -501,16 +502,16 @@ def _attention_gradient(
     done = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], mbarrier.MBarrierLayout())
     for block in gl.static_range(BLOCKS):
         mbarrier.init(done.index(block), count=1)
-    loaded, handed = (_barrier(), _barrier()), (all_logs, all_means, done)
+    loaded, handed, gradients = (_barrier(), _barrier()), (all_logs, all_means, done), (dq, dk, dv)
     gl.warp_specialize(
         [
             (
                 _backward,
-                (boxes, tiles, loaded, handed, out, logs, dqkv, origin, N, 0, BLOCKS, TAIL, HEADS, c),
+                (boxes, tiles, loaded, handed, out, logs, gradients, N, 0, BLOCKS, TAIL, HEADS, c),
             ),
             (
                 _backward,
-                (boxes, tiles, loaded, handed, out, logs, dqkv, origin, N, 1, BLOCKS, TAIL, HEADS, c),
+                (boxes, tiles, loaded, handed, out, logs, gradients, N, 1, BLOCKS, TAIL, HEADS, c),
             ),
         ],
         [4],
@@ -546,18 +547,17 @@ def _boxes_of(*features: torch.Tensor) -> list[object]:
     return [in_boxes(x.flatten(2), (1, 64, part)) for x in features for part in parts]
 
 
-def attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, origin: int
-) -> torch.Tensor:
-    """Attention of q, k, v [B, N, H, D], written to packed out[T, C] from token `origin` on; what gradients need."""
+def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q, k, v [B, N, H, D], and what gradients need."""
     number, length, heads, _ = q.shape
+    out = torch.empty_like(q)
     logs = torch.empty((number, heads, length), dtype=torch.float32, device=q.device)
     if number * length:
         with torch.cuda.device_of(q):
             _attention[(number * heads,)](
-                *_boxes_of(k, v), q, out, logs, origin, length, **_sizes(q), maxnreg=_FORWARD.value
+                *_boxes_of(k, v), q, out, logs, length, **_sizes(q), maxnreg=_FORWARD.value
             )
-    return logs
+    return out, logs
 
 
 def attention_backward(
@@ -567,20 +567,13 @@ def attention_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     logs: torch.Tensor,
-    dqkv: torch.Tensor,
-    origin: int,
-) -> None:
-    """The gradient of `attention_forward`, from dout [B, N, H, D], written to packed dqkv[T, 3C] likewise."""
+) -> list[torch.Tensor]:
+    """The gradients of q, k and v."""
     number, length, heads, _ = q.shape
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
     if number * length:
         with torch.cuda.device_of(q):
             _attention_gradient[(number * heads,)](
-                *_boxes_of(q, k, v, dout),
-                out,
-                logs,
-                dqkv,
-                origin,
-                length,
-                **_sizes(q),
-                maxnreg=_BACKWARD.value,
+                *_boxes_of(q, k, v, dout), out, logs, *gradients, length, **_sizes(q), maxnreg=_BACKWARD.value
             )
+    return gradients

@@ -1,0 +1,56 @@
+"""The linear map to heads in pairs by the kernel for Hopper, run on a CPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Gluon")
+
+from gluon_on_cpu import OnCpu
+
+from quickvit.ops.linear import definition
+from quickvit.ops.triton import hopper_heads
+from quickvit.ops.triton.heads import to_heads
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(hopper_heads, "_linear_heads", OnCpu(hopper_heads._linear_heads))
+    monkeypatch.setattr(hopper_heads, "multiprocessors", lambda device: 3)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 64, 130, 300])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_it_is_the_linear_map_and_a_copy_into_heads(tokens, biased, dtype):
+    generator = torch.Generator().manual_seed(tokens)
+
+    def noise(*shape):
+        return torch.randn(shape, generator=generator)
+
+    x, bias = noise(tokens, 1280).to(dtype), noise(480)
+    weights = [(noise(*shape) / shape[2] ** 0.5).to(dtype) for shape in ((4, 480, 160), (1, 960, 320))]
+    bias = bias if biased else None
+    found = hopper_heads.linear_heads(x, *weights, bias)
+    products = definition(x.float(), *(weight.float() for weight in weights))
+    expected = to_heads(products, 16, 3, bias, (tokens, 1), 0, pairs=True)
+    tolerance = torch.finfo(dtype).eps
+    for ours, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.float(), exact[:, 0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels", "heads", "memory", "taken"),
+    [
+        (torch.bfloat16, 1280, 16, 232448, True),
+        (torch.float16, 1280, 16, 232448, True),
+        (torch.float32, 1280, 16, 232448, False),
+        (torch.bfloat16, 1280, 20, 232448, False),
+        (torch.bfloat16, 1024, 16, 232448, False),
+        (torch.bfloat16, 1280, 16, 166912, False),
+    ],
+)
+def test_what_it_takes(monkeypatch, dtype, channels, heads, memory, taken):
+    monkeypatch.setattr(hopper_heads, "shared_memory", lambda device: memory)
+    hopper_heads.takes.cache_clear()
+    assert hopper_heads.takes(torch.device("cuda"), dtype, channels, heads) == taken
+    hopper_heads.takes.cache_clear()
