@@ -279,6 +279,23 @@ def test_octic_weights_start_matched_or_as_released():
     assert weights[False].weight_2.std().item() == pytest.approx(0.02 * 4**0.5, rel=0.05)
 
 
+@pytest.mark.parametrize("family", ["d8", "i8"])
+@pytest.mark.parametrize("before", [True, False])
+def test_hooks_see_the_tokens_between_blocks(family, before):
+    net = tiny(family).double().eval()
+    x, seen = images(net), []
+    expected = net.forward_intermediates(
+        x, indices=[0], norm=False, intermediates_only=True, output_fmt="NLC"
+    )
+    result = net(x)
+    if before:
+        net.blocks[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    else:
+        net.blocks[0].register_forward_hook(lambda module, args, result: seen.append(result))
+    torch.testing.assert_close(net(x), result)
+    torch.testing.assert_close(seen[0][:, net.num_prefix_tokens :], expected[0])
+
+
 @pytest.mark.parametrize("pool", ["token", "avg"])
 @pytest.mark.parametrize("family", ["d8", "i8", "h8"])
 def test_only_the_tokens_that_the_head_takes_leave(family, pool):

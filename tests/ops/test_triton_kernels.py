@@ -265,6 +265,13 @@ def test_residual_norm(
         **maps,
         rows=len(normed),
     )
+    if not maps:
+        taken = x.clone(), branch.clone()
+        norm.residual_norm_forward(
+            *(*taken, bias, scale, row_scale, tokens_per_row, gain, shift, EPS, branch_dtype), into=taken
+        )
+        assert torch.equal(taken[0], stream)
+        assert torch.equal(taken[1], y)
     x64, branch64, bias64, scale64, gain64, shift64 = exact(x, branch, bias, scale, gain, shift)
     more = add_invariant(branch64, bias64)
     if scale64 is not None:
@@ -397,6 +404,42 @@ def test_heads(
     for feature, column in zip(features, columns, strict=True):
         assert feature.dtype == dtype
         assert_near(feature[:, 0], expected[:, column], dtype)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("tile", [(1, 8), (2, 1)])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("c", [10, 13])
+def test_heads_in_the_place_of_packed_channels(
+    tokens: int, tile: tuple[int, int], biased: bool, c: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "TILE_IN_PLACE", tile)
+    packed, bias = draw(0, tokens, 24 * 3 * c), draw(1, 3 * 3 * c) if biased else None
+    expected = heads.to_heads(packed, 3, 3, bias, (tokens, 1), 0)
+    features = heads.into_heads(packed, 3, bias)
+    assert features.data_ptr() == packed.data_ptr()
+    for feature, copy in zip(features, expected, strict=True):
+        assert torch.equal(feature, copy[:, 0])
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_heads_in_pairs(parts: int) -> None:
+    tokens, head_count, c = 5, 2, 10
+    packed = draw(0, tokens, 8 * parts * head_count * c)
+    bias = draw(1, parts * head_count * c)
+    shape = (tokens, 1)
+    in_pieces = heads.to_heads(packed, head_count, parts, bias, shape, 0)
+    in_pairs = heads.to_heads(packed, head_count, parts, bias, shape, 0, pairs=True)
+    written = []
+    for pieces, pairs in zip(in_pieces, in_pairs, strict=True):
+        # [place, piece, 2]
+        turned = pieces.unflatten(-1, (8, c // 2, 2)).transpose(-2, -3)
+        assert torch.equal(pairs, turned[..., [0, 2, 4, 6, 1, 3, 5, 7], :].flatten(-3))
+        written.append(turned.flatten(-3).contiguous())
+    results = [torch.empty_like(packed) for _ in range(2)]
+    heads.to_packed(in_pieces, results[0], 0)
+    heads.to_packed(written, results[1], 0, pairs=True)
+    assert torch.equal(*results)
 
 
 def test_heads_of_no_tokens() -> None:

@@ -70,15 +70,17 @@ class OcticBlock(nn.Module):
     ) -> Tensor | tuple[Tensor, Pending]:
         """Apply the block; `pending` is what the block before left to add, and `defer` leaves ours to the next.
 
+        With `pending` x and the branch that is left to add are for this block alone, which may overwrite them.
         `shapes` are those of packed sequences [T, C].
         """
         first, second = (self._keep(x, shapes) for _ in range(2))
+        alone = pending is not None
         if pending is None:
             y = self.norm1(first.of(x))
         else:
-            x, y = self.norm1.after_residual(x, *pending, normed=first.rows)
+            x, y = self.norm1.after_residual(x, *pending, normed=first.rows, overwrite=True)
         pending = _pending(self.attn.deferred(y, first.shapes), self.ls1, first)
-        x, y = self.norm2.after_residual(x, *pending, normed=second.rows)
+        x, y = self.norm2.after_residual(x, *pending, normed=second.rows, overwrite=alone)
         # Where nobody else holds the branch of attention, its memory is free for the perceptron.
         del pending
         pending = _pending(self.mlp.deferred(y, overwrite=True), self.ls2, second)

@@ -49,10 +49,11 @@ class OcticLayerNorm(nn.Module):
         sample_scale: Tensor | None = None,
         added: Rows | None = None,
         normed: Rows | None = None,
+        overwrite: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The residual sum z = x + sample_scale · scale · (branch + bias) and its norm, in one pass.
 
-        Of tokens that were left out see `octic_residual_norm`.
+        Of tokens that were left out, and of `overwrite`, see `octic_residual_norm`.
         """
         return octic_residual_norm(
             x,
@@ -67,6 +68,7 @@ class OcticLayerNorm(nn.Module):
             added=added,
             normed=normed,
             pair_weight=self.pair_weight,
+            overwrite=overwrite,
         )
 
     def extra_repr(self) -> str:

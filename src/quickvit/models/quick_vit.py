@@ -490,7 +490,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
                 # The next norm adds this block's last branch in its own pass, unless somebody looks at x before, or
                 # FSDP (whose mark is a method) frees this block's parameters, bias and layer scale, before that.
                 last = i + 1 == min(self.octic_depth, len(blocks))
-                defer = not last and i not in take and not hasattr(block, "unshard")
+                seen = last or i in take or block._forward_hooks or blocks[i + 1]._forward_pre_hooks
+                defer = not seen and not hasattr(block, "unshard")
                 out = self._call(block, x, pending, defer=defer, shapes=shapes)
                 x, pending = out if defer else (out, None)
             else:

@@ -7,13 +7,15 @@ D8, the components of E share theirs), `shift` [C/|G|] acts on A1.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from quickvit.group import D8, Layout
 from quickvit.ops.backend import fused
-from quickvit.ops.operator import fused_operator, kernels
+from quickvit.ops.operator import fused_operator, kernels, seen, straight, written
 from quickvit.ops.precision import product_dtype
 from quickvit.ops.rows import Rows
 
@@ -45,19 +47,27 @@ def octic_residual_norm(
     added: Rows | None = None,
     normed: Rows | None = None,
     pair_weight: float = 1.0,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The residual sum and its norm: z = x + sample_scale · scale · (branch + bias), and layer_norm(z).
 
     Shapes: x and branch [B, N, C]; bias [C/|G|] on A1, left over from the linear map that made the branch; scale
     (layer scale) one value per irrep channel; sample_scale [B] (stochastic depth). Where samples are left out of
     branches, `added` are the tokens of x that this branch [n, C] is of, with sample_scale [n], and `normed` those
-    whose norm [m, C] the next branch wants.
+    whose norm [m, C] the next branch wants. With `overwrite` the caller has no more use for x and branch: on a GPU,
+    where nobody looks, they hold the results.
     """
     some = added is not None or normed is not None
     if not fused(x, layout.group) or (some and x.is_cpu):
         x = residual(x, branch, layout, bias=bias, scale=scale, sample_scale=sample_scale, added=added)
         y = x if normed is None else normed.of(x.flatten(0, -2))
         return x, octic_layer_norm(y, gain, shift, eps, layout, pair_weight=pair_weight)
+    if overwrite and not some and _may_write(x, branch, gain, shift, bias, scale):
+        tokens = _tokens_per_sample(branch.flatten(0, -2), sample_scale)
+        rest = bias, scale, sample_scale, tokens, gain, shift, eps, branch.dtype, pair_weight
+        _norm_into(x.flatten(0, -2), branch.flatten(0, -2), *rest)
+        written(x, branch)
+        return x, branch
     z, y, _ = _residual_norm(
         x.flatten(0, -2),
         branch.flatten(0, -2),
@@ -74,6 +84,19 @@ def octic_residual_norm(
         _output_dtype(x),
     )
     return z.view(x.shape), y.view(x.shape) if normed is None else y
+
+
+def _may_write(x: Tensor, branch: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether the sum can take the place of x, and its norm that of the branch."""
+    if not x.is_cuda or seen(x, branch, *parameters):
+        return False
+    alike = x.shape == branch.shape and branch.dtype == _output_dtype(x)
+    return alike and x.is_contiguous() and branch.is_contiguous()
+
+
+@straight
+def _norm_into(x: Tensor, branch: Tensor, *rest: Any) -> None:
+    kernels(x, "norm").residual_norm_forward(x, branch, *rest, into=(x, branch))
 
 
 def residual(

@@ -191,6 +191,7 @@ def _norm_forward(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     STAGES: tl.constexpr,
+    IN_PLACE: tl.constexpr,
 ):
     """y = norm(s) with s = x, or s = x + row_scale · scale · (branch + bias e_A1) where there is a branch."""
     tiles = _token_tiles(M, BLOCK, REST)
@@ -221,7 +222,8 @@ def _norm_forward(
                     more *= factor
                 # The norm sees what the next block will see, the rounded sum.
                 stream += ((before[t].to(tl.float32) + more).to(residual.dtype.element_ty),)
-            _store_tiles(residual + start, tiles, stream)
+            if not IN_PLACE:
+                _store_tiles(residual + start, tiles, stream)
 
         line_mean = tl.zeros([4], tl.float32)
         plane_mean = tl.zeros([2], tl.float32)
@@ -248,6 +250,10 @@ def _norm_forward(
             if t % 2 == 0:
                 z += shifts[t // 2]
             ys += (z,)
+        # The sum may take the place of x, and y that of the branch: not before all threads, of which several may have
+        # the same entries, have read them.
+        if IN_PLACE:
+            _store_tiles(residual + start, tiles, stream)
         row = _row(normed, token)
         _store_tiles(y + row * (8 * M), _of_row(normed, row, tiles), ys)
 
@@ -458,10 +464,14 @@ def _forward(
     added: torch.Tensor | None = None,
     normed: torch.Tensor | None = None,
     rows: int | None = None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     tokens, channels = x.shape
-    residual = None if branch is None else torch.empty_like(x)
-    y = x.new_empty(tokens if rows is None else rows, channels, dtype=dtype or x.dtype)
+    if into is None:
+        residual = None if branch is None else torch.empty_like(x)
+        y = x.new_empty(tokens if rows is None else rows, channels, dtype=dtype or x.dtype)
+    else:
+        residual, y = into
     statistics = torch.empty((tokens, STATISTICS), dtype=torch.float32, device=x.device)
     if tokens == 0:
         return residual, y, statistics
@@ -491,6 +501,7 @@ def _forward(
             BLOCK=block,
             REST=rest,
             STAGES=stages,
+            IN_PLACE=into is not None,
             num_warps=warps,
         )
     return residual, y, statistics
@@ -604,6 +615,7 @@ def residual_norm_forward(
     added: torch.Tensor | None = None,
     normed: torch.Tensor | None = None,
     rows: int | None = None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Residual addition and the octic layer norm after it, in one pass.
 
@@ -614,7 +626,7 @@ def residual_norm_forward(
     of the residual as it was rounded. Returns residual, y, statistics[T, 7].
 
     added[T] are the rows of a branch[n, C] of some tokens, whose row_scale must be given; normed[T] those of
-    y[rows, C].
+    y[rows, C]. Both results may be written `into` tensors, which may be x and branch.
     """
     residual, y, statistics = _forward(
         x,
@@ -631,6 +643,7 @@ def residual_norm_forward(
         added,
         normed,
         rows,
+        into,
     )
     assert residual is not None
     return residual, y, statistics
