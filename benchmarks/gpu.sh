@@ -47,11 +47,12 @@ for piece in "$@"; do
         packing_small) bench "$piece" train --recipe dinov2 --batch 8 --sizes large --families h8 "${fewer[@]}" "${graphs[@]}" ;;
         packing) bench "$piece" train --recipe dinov2 --batch 32 --sizes large --families h8 "${fewer[@]}" "${graphs[@]}" ;;
         memory) bench "$piece" memory --sizes large huge giant e --families d8 h8 i8 --compile none ;;
-        memory_22b) bench "$piece" memory --sizes 22b --depth 2 --families d8 --compile none ;;
+        memory_22b) bench "$piece" memory --sizes 22b --families d8 --compile none ;;
         memory_compiled) bench "$piece" memory --sizes large huge --families d8 h8 i8 h2 --compile default ;;
         memory_compiled_giant) bench "$piece" memory --sizes giant e --families d8 --compile default ;;
         memory_compiled_22b) bench "$piece" memory --sizes 22b --families d8 --compile default ;;
         operators) bench "$piece" ops --sizes large huge --repeats 5 ;;
+        operators_giant) bench "$piece" ops --sizes giant e --repeats 5 ;;
         linear) bench "$piece" linear --groups 8 16 ;;
         gelu) bench "$piece" gelu ;;
         *) echo "unknown piece $piece; see the list in $0" >&2; exit 2 ;;
