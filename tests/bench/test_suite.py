@@ -232,7 +232,7 @@ def test_operators():
         | {f"{name} weight gradient" for name in ("qkv", "proj", "fc1", "fc2")}
         | others
         | {f"{name} gradient" for name in others}
-        | {"qkv + attention"}
+        | {"qkv + attention", "qkv + attention gradient"}
     )
     assert names(rows, "GELU")[:3] == ["standard", "octic", "copy"]
 
