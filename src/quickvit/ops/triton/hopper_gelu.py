@@ -3,8 +3,9 @@
     y = Qᵀ GELU(Q (W x + b e_A1))
 
 GELU mixes entry i of each of the eight blocks of a hidden feature, so a tile of the result is the same 32 columns of
-all of them, see `streamed.py`. Two groups of four warps take tiles in turns: one multiplies while the other leaves
-its tile in shared memory, where eight warps apply GELU and store the result. Two more warps load.
+all of them, see `streamed.py`. Four warps multiply and leave a tile in shared memory, sixteen others apply GELU and
+store the result while the products of the next one go on. Two more warps load. GELU's arithmetic takes as long as the
+products, which is why it has warps of its own.
 """
 
 import math
@@ -25,7 +26,6 @@ from quickvit.ops.triton.streamed import (
     new_tokens,
     new_weights,
     ones,
-    pair_of_barriers,
     share,
     twos,
 )
@@ -37,10 +37,10 @@ COLUMNS = gl.constexpr(32)
 BLOCKS = gl.constexpr(8)
 # Turns of weights in shared memory, and rows of a tile that GELU is applied to at a time.
 STAGES = gl.constexpr(4)
-CHUNK = gl.constexpr(16)
-# Warps that apply GELU, and registers of a thread that multiplies, of one of these, and of one that loads.
-WARPS = gl.constexpr(8)
-_MANY, _SOME, _FEW = gl.constexpr(160), gl.constexpr(64), gl.constexpr(24)
+CHUNK = gl.constexpr(32)
+# Warps that apply GELU, registers of a thread of these, and of one that loads.
+WARPS = gl.constexpr(16)
+_SOME, _FEW = gl.constexpr(64), gl.constexpr(24)
 
 # Φ(z) ≈ σ(p(z)) = (1 + tanh(p(z) / 2)) / 2 with an odd polynomial p of degree 3, found like that of `gelu.py`. Its
 # error of GELU is 2.7e-4, that of the hardware's tanh 2.4e-4 z; the rounding of bfloat16 is up to 2e-3 z.
@@ -69,39 +69,38 @@ def _load_weights(one, two, weights, tiles, F: gl.constexpr, M: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(tokens, weights, box, following, tiles, F: gl.constexpr, M: gl.constexpr, GROUP: gl.constexpr):
-    """The products of every other tile, each left in the box for GELU."""
+def _multiply(tokens, weights, box, tiles, F: gl.constexpr, M: gl.constexpr):
+    """The products of one tile after the other, each left in the box for GELU."""
     x, tokens_full, tokens_empty = tokens
     TILES: gl.constexpr = F // COLUMNS
     PIECES: gl.constexpr = M // x.shape[2]
     first, last = share(tiles)
+    turn = 0
     phase = 0
+    times = 0
     for block in range(first // TILES, (last + TILES - 1) // TILES):
         mbarrier.wait(tokens_full, phase)
-        begin = max(first, block * TILES)
-        for tile in range(begin + (begin - first + GROUP) % 2, min(last, (block + 1) * TILES), 2):
-            turn = (tile - first) * (2 * PIECES)
-            # A barrier knows of two phases only: each group has its own.
-            times = (tile - first) // 2 & 1 ^ (1 - GROUP)
-            mbarrier.wait(following.index(GROUP), times)
+        end = min(last, (block + 1) * TILES)
+        for tile in range(max(first, block * TILES), end):
             a1, a2, b1, b2 = ones(x, weights, turn)
             e1, e2 = twos(x, weights, turn + PIECES)
-            mbarrier.arrive(following.index(1 - GROUP), count=1)
+            turn += 2 * PIECES
             # While the last products of E go on, the others leave.
             a1, a2, b1, b2 = warpgroup_mma_wait(4, deps=(a1, a2, b1, b2))
-            _leave_ones(box, GROUP, times, a1, a2, b1, b2)
+            _leave_ones(box, times, a1, a2, b1, b2)
             e1, e2 = warpgroup_mma_wait(0, deps=(e1, e2))
-            mbarrier.arrive(weights[2].index((turn + 2 * PIECES - 1) % STAGES), count=1)
+            mbarrier.arrive(weights[2].index((turn - 1) % STAGES), count=1)
+            mbarrier.arrive(tokens_empty, count=1, pred=tile + 1 >= end)
             _leave_twos(box, e1, e2)
-        mbarrier.arrive(tokens_empty, count=1)
+            times ^= 1
         phase ^= 1
 
 
 @gluon.jit
-def _leave_ones(box, GROUP: gl.constexpr, times, a1, a2, b1, b2):
+def _leave_ones(box, times, a1, a2, b1, b2):
     """Leave blocks of a tile, once the one before was read."""
     blocks, _, empty = box
-    mbarrier.wait(empty.index(GROUP), times)
+    mbarrier.wait(empty, times ^ 1)
     blocks[0].store(a1.to(blocks[0].dtype))
     blocks[1].store(a2.to(blocks[0].dtype))
     blocks[2].store(b1.to(blocks[0].dtype))
@@ -112,12 +111,12 @@ def _leave_ones(box, GROUP: gl.constexpr, times, a1, a2, b1, b2):
 def _leave_twos(box, e1, e2):
     """Leave the rest of a tile, and say that it is full."""
     blocks, full, _ = box
-    e11, e21 = copies_of(e1.to(blocks[0].dtype))
-    e12, e22 = copies_of(e2.to(blocks[0].dtype))
-    blocks[4].store(e11)
-    blocks[5].store(e21)
-    blocks[6].store(e12)
-    blocks[7].store(e22)
+    e11, e21 = copies_of(e1)
+    e12, e22 = copies_of(e2)
+    blocks[4].store(e11.to(blocks[0].dtype))
+    blocks[5].store(e21.to(blocks[0].dtype))
+    blocks[6].store(e12.to(blocks[0].dtype))
+    blocks[7].store(e22.to(blocks[0].dtype))
     mbarrier.arrive(full, count=1)
 
 
@@ -190,7 +189,7 @@ def _activate(y, bias, box, tokens, tiles, F: gl.constexpr):
             for block in gl.static_range(BLOCKS):
                 gl.store(place + block * F, results[block].to(y.dtype.element_ty), mask=inside)
             place += CHUNK * BLOCKS * F
-        mbarrier.arrive(empty.index((tile - first + 1) % 2), count=1)
+        mbarrier.arrive(empty, count=1)
         phase ^= 1
 
 
@@ -203,27 +202,27 @@ def _allocate_box(dtype: gl.constexpr):
     for _ in gl.static_range(BLOCKS):
         blocks += (gl.allocate_shared_memory(dtype, [ROWS, COLUMNS], layout),)
     full = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
     mbarrier.init(full, count=1)
-    return blocks, full, pair_of_barriers()
+    mbarrier.init(empty, count=1)
+    return blocks, full, empty
 
 
 @gluon.jit(do_not_specialize=["count", "tiles"])
 def _linear_gelu(x, one, two, bias, y, count, tiles, F: gl.constexpr, M: gl.constexpr):
     """y of x, which have so many tokens; F and M are eighths of their widths."""
-    tokens = new_tokens(x, BLOCKS * M, 2)
+    tokens = new_tokens(x, BLOCKS * M, 1)
     weights = new_weights(x.dtype, COLUMNS, x.block_type.shape[1], STAGES)
     box = _allocate_box(x.dtype)
-    following = pair_of_barriers()
     gl.warp_specialize(
         [
-            (_multiply, (tokens, weights, box, following, tiles, F, M, 0)),
-            (_multiply, (tokens, weights, box, following, tiles, F, M, 1)),
+            (_multiply, (tokens, weights, box, tiles, F, M)),
             (_activate, (y, bias, box, count, tiles, F)),
             (_load_weights, (one, two, weights, tiles, F, M)),
             (load_tokens, (x, tokens, tiles, F // COLUMNS)),
         ],
-        [4, WARPS, 1, 1],
-        [_MANY, _SOME, _FEW, _FEW],
+        [WARPS, 1, 1],
+        [_SOME, _FEW, _FEW],
     )
 
 
@@ -257,6 +256,6 @@ def linear_gelu(
             F=f,
             M=channels // 8,
             num_warps=4,
-            # What is left of a multiprocessor's registers for 20 warps.
-            maxnreg=96,
+            # What is left of a multiprocessor's registers for 24 warps.
+            maxnreg=80,
         )

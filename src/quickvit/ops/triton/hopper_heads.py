@@ -21,7 +21,6 @@ from quickvit.ops.triton.streamed import (
     new_tokens,
     new_weights,
     ones,
-    pair_of_barriers,
     share,
     twos,
 )
@@ -129,7 +128,9 @@ def _linear_heads(x, one, two, bias, out, count, tiles):
     """q, k and v of so many tokens."""
     tokens = new_tokens(x, CHANNELS, 2)
     weights = new_weights(x.dtype, COLUMNS, STEP, STAGES)
-    following = pair_of_barriers()
+    following = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for group in gl.static_range(2):
+        mbarrier.init(following.index(group), count=1)
     gl.warp_specialize(
         [
             (_multiply, (out, bias, tokens, weights, following, count, tiles, 0)),

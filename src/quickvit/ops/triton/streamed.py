@@ -52,15 +52,6 @@ def new_weights(dtype: gl.constexpr, COLUMNS: gl.constexpr, STEP: gl.constexpr, 
 
 
 @gluon.jit
-def pair_of_barriers():
-    """One for each of two groups of warps that take turns."""
-    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for group in gl.static_range(2):
-        mbarrier.init(barriers.index(group), count=1)
-    return barriers
-
-
-@gluon.jit
 def load_tokens(x, tokens, tiles, TILES: gl.constexpr):
     """One block of tokens after the other, each of which so many tiles need."""
     buffers, full, empty = tokens
