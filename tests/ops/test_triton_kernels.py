@@ -528,10 +528,7 @@ def test_attention_where_padding_would_overflow() -> None:
         assert_near(actual, expected, torch.float16, ulps=8)
 
 
-@pytest.mark.parametrize(
-    "tiles",
-    [attention.FORWARD_TILES, attention.FORWARD_TILES_OF_PAIRS, attention.QUERY_TILES, attention.KEY_TILES],
-)
+@pytest.mark.parametrize("tiles", [attention.FORWARD_TILES, attention.QUERY_TILES, attention.KEY_TILES])
 def test_tile_pads_least(tiles: attention.Tiles) -> None:
     for dim, choice in tiles.items():
         for rows in (1, 64, 196, 197, 257, 1025):

@@ -17,10 +17,6 @@ which are read faster. Gradients are packed all the same.
 The A1 bias of the linear map is added here. That of q is added to q; that of k shifts the scores of a query
 all alike, so softmax does not see it; that of v is added to the output, since the weights sum to one.
 
-Memory takes writes of 32 bytes, a sector, and shorter ones much more slowly. Pieces of 16 bytes of two neighbouring
-heads lie side by side: a program of the forward pass has a GROUP of two, one after the other, and writes them
-together.
-
 A program keeps rows of its own and steps through the others, the first STEP ⌊N / STEP⌋ of them unmasked. The
 rest is one smaller, masked step, TAIL: N is often a few more than a multiple of 64, for the class token.
 """
@@ -33,14 +29,14 @@ import triton.language as tl
 
 from quickvit.ops.packing import Shapes, places
 from quickvit.ops.tiles import tile
-from quickvit.ops.triton.heads import block_of, head_bias, head_columns
+from quickvit.ops.triton.heads import head_bias, head_columns
 from quickvit.ops.triton.launch import traced
 
 # By head size: the tiles to choose from, as (own rows, rows per step, warps, stages). Own rows are queries, but
 # for the gradients of k and v they are keys; the tile that pads them least is taken, the first of equals.
 Tiles = dict[int, tuple[tuple[int, int, int, int], ...]]
 FORWARD_TILES: Tiles = {64: ((128, 16, 4, 3), (64, 16, 4, 3)), 128: ((64, 16, 4, 3),)}
-FORWARD_TILES_OF_PAIRS: Tiles = {64: ((128, 32, 8, 3), (64, 32, 4, 3))}
+FORWARD_TILES_OF_RUNS: Tiles = FORWARD_TILES | {64: ((128, 32, 4, 3), (64, 32, 4, 3))}
 QUERY_TILES: Tiles = {64: ((128, 64, 8, 1), (64, 32, 4, 2)), 128: ((128, 64, 8, 2), (64, 64, 8, 2))}
 KEY_TILES: Tiles = {64: ((64, 16, 4, 3),), 128: ((128, 32, 8, 2), (64, 64, 8, 2))}
 
@@ -49,10 +45,10 @@ _LN2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
-def _own_rows(origin, N, HEADS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr = 1):
+def _own_rows(origin, N, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """The first token of this program's sequence, its head, where numbers of its queries begin, and its first row."""
     blocks = tl.cdiv(N, BLOCK)
-    pair = tl.program_id(0) // blocks * GROUP
+    pair = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * BLOCK
     token = origin + (pair // HEADS).to(tl.int64) * N
     return token, pair % HEADS, tl.cast(origin, tl.int64) * HEADS + pair.to(tl.int64) * N, first
@@ -62,34 +58,6 @@ def _own_rows(origin, N, HEADS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.con
 def _columns(head, PART: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, c: tl.constexpr):
     """Columns [1, D] of a head in one of the PARTS features that a token holds."""
     return head_columns(head, PART, PARTS, HEADS, c, 0, 8 * c, 8)
-
-
-@triton.jit
-def _columns_of_group(
-    head, PART: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, c: tl.constexpr, GROUP: tl.constexpr
-):
-    """Columns [1, GROUP · D] of heads that are `_side_by_side`."""
-    if GROUP == 1:
-        column = _columns(head, PART, PARTS, HEADS, c)
-    else:
-        place = tl.arange(0, 16 * c)
-        d = place // 16 * 8 + place % 8
-        block = block_of(d, c)
-        column = (PART * HEADS + head + place // 8 % 2) * tl.where(d < 4 * c, c, 2 * c) + d - block * c
-        column = tl.max_contiguous(tl.multiple_of(block * (PARTS * HEADS * c) + column, 8), 8)[None, :]
-    return column
-
-
-@triton.jit
-def _side_by_side(features):
-    """Features [rows, D] of the heads of a group in one tile, eight entries of each by turns."""
-    if len(features) == 1:
-        return features[0]
-    else:
-        rows: tl.constexpr = features[0].shape[0]
-        size: tl.constexpr = features[0].shape[1]
-        both = tl.join(features[0], features[1]).reshape(rows, size // 8, 8, 2)
-        return both.permute(0, 1, 3, 2).reshape(rows, 2 * size)
 
 
 @triton.jit
@@ -161,48 +129,43 @@ def _attention_forward(
     STEP: tl.constexpr,
     TAIL: tl.constexpr,
     RUNS: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
-    """BLOCK queries of a group of heads against all keys."""
+    """BLOCK queries of one head against all keys."""
     C: tl.constexpr = 8 * c * HEADS
     SCALE: tl.constexpr = _LOG2E / (8 * c) ** 0.5
-    sequence, head, line, first = _own_rows(origin, N, HEADS, BLOCK, GROUP)
+    sequence, head, line, first = _own_rows(origin, N, HEADS, BLOCK)
     row, step = tl.arange(0, BLOCK), tl.arange(0, STEP)
     inside = first + row < N
     tokens = qkv + sequence * (3 * C)
+    k_column, v_column = _source(head, 1, HEADS, c, RUNS), _source(head, 2, HEADS, c, RUNS)
+    q_column = _source(head, 0, HEADS, c, RUNS)
+    q = _load(tokens + first.to(tl.int64) * (3 * C), row, inside, q_column, 3 * C)
+    if bias is not None:
+        q = (q.to(tl.float32) + head_bias(bias, head, 0, HEADS, c, 8 * c)).to(q.dtype)
+
+    largest = tl.full([BLOCK], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK, 8 * c], tl.float32)
     whole = N // STEP * STEP
-    results = ()
-    for i in tl.static_range(GROUP):
-        k_column, v_column = _source(head + i, 1, HEADS, c, RUNS), _source(head + i, 2, HEADS, c, RUNS)
-        q_column = _source(head + i, 0, HEADS, c, RUNS)
-        q = _load(tokens + first.to(tl.int64) * (3 * C), row, inside, q_column, 3 * C)
-        if bias is not None:
-            q = (q.to(tl.float32) + head_bias(bias, head + i, 0, HEADS, c, 8 * c)).to(q.dtype)
+    # The tail goes first: behind the loop, whose last product is still under way, it would make the assembler
+    # serialise all products.
+    if TAIL > 0:
+        tail = tl.arange(0, TAIL)
+        others = tokens + whole.to(tl.int64) * (3 * C)
+        largest, total, acc = _forward_step(
+            q, others, tail, whole + tail < N, k_column, v_column, largest, total, acc, 3 * C, SCALE
+        )
+    for start in range(0, whole, STEP):
+        others = tokens + tl.cast(start, tl.int64) * (3 * C)
+        largest, total, acc = _forward_step(
+            q, others, step, None, k_column, v_column, largest, total, acc, 3 * C, SCALE
+        )
 
-        largest = tl.full([BLOCK], -float("inf"), tl.float32)
-        total = tl.zeros([BLOCK], tl.float32)
-        acc = tl.zeros([BLOCK, 8 * c], tl.float32)
-        # The tail goes first: behind the loop, whose last product is still under way, it would make the assembler
-        # serialise all products.
-        if TAIL > 0:
-            tail = tl.arange(0, TAIL)
-            others = tokens + whole.to(tl.int64) * (3 * C)
-            largest, total, acc = _forward_step(
-                q, others, tail, whole + tail < N, k_column, v_column, largest, total, acc, 3 * C, SCALE
-            )
-        for start in range(0, whole, STEP):
-            others = tokens + tl.cast(start, tl.int64) * (3 * C)
-            largest, total, acc = _forward_step(
-                q, others, step, None, k_column, v_column, largest, total, acc, 3 * C, SCALE
-            )
-
-        tl.store(lse + line + i * N + first + row, (largest + tl.math.log2(total)) * _LN2, mask=inside)
-        acc = acc / total[:, None]
-        if bias is not None:
-            acc += head_bias(bias, head + i, 2, HEADS, c, 8 * c)
-        results += (acc.to(out.dtype.element_ty),)
-    column = _columns_of_group(head, 0, 1, HEADS, c, GROUP)
-    _store(out + (sequence + first) * C, _side_by_side(results), row, inside, column, C)
+    tl.store(lse + line + first + row, (largest + tl.math.log2(total)) * _LN2, mask=inside)
+    acc = acc / total[:, None]
+    if bias is not None:
+        acc += head_bias(bias, head, 2, HEADS, c, 8 * c)
+    _store(out + (sequence + first) * C, acc, row, inside, _columns(head, 0, 1, HEADS, c), C)
 
 
 @triton.jit
@@ -446,17 +409,13 @@ def attention_forward(
     dim = width // (3 * heads)
     out = torch.empty((tokens, width // 3), dtype=qkv.dtype, device=qkv.device)
     lse = torch.empty(tokens * heads, dtype=torch.float32, device=qkv.device)
-    group = 2 if dim == 64 and heads % 2 == 0 else 1
-    kernel, tiles = "attention forward", FORWARD_TILES
-    if group == 2:
-        kernel, tiles = "attention forward of pairs", FORWARD_TILES_OF_PAIRS
-    if runs:
-        kernel += " of runs"
+    kernel = "attention forward of runs" if runs else "attention forward"
+    tiles = FORWARD_TILES_OF_RUNS if runs else FORWARD_TILES
     with torch.cuda.device_of(qkv):
         for origin, number, length in places(shapes):
             programs, meta = _tile(kernel, tiles, dim, length, qkv.device)
-            traced(_attention_forward)[(number * heads // group * programs,)](
-                qkv, bias, out, lse, origin, length, HEADS=heads, c=dim // 8, RUNS=runs, GROUP=group, **meta
+            traced(_attention_forward)[(number * heads * programs,)](
+                qkv, bias, out, lse, origin, length, HEADS=heads, c=dim // 8, RUNS=runs, **meta
             )
     return out, lse
 
