@@ -37,6 +37,8 @@ for piece in "$@"; do
         huge) bench "$piece" model --sizes huge --families d8 h8 i8 --views false "${blocks[@]}" ;;
         giant) bench "$piece" model --sizes giant e --families d8 --views false "${blocks[@]}" ;;
         22b) bench "$piece" model --sizes 22b --depth 2 --families d8 --views false "${graphs[@]}" ;;
+        block_large) bench "$piece" block --sizes large --families d8 "${graphs[@]}" ;;
+        block_huge) bench "$piece" block --sizes huge --families d8 "${graphs[@]}" ;;
         train_large) bench "$piece" train --sizes large --families d8 h8 i8 "${blocks[@]}" ;;
         train_large_graph) bench "$piece" train --sizes large --families d8 "${graphs[@]}" ;;
         train_huge) bench "$piece" train --sizes huge --families d8 h8 i8 "${blocks[@]}" ;;
