@@ -9,7 +9,7 @@ import torch
 
 from quickvit import QuickVisionTransformer, act_on_image
 from quickvit.group import D8, act_on_tokens
-from quickvit.layers import INVARIANTS
+from quickvit.layers import INVARIANTS, OcticMlp, attention, norm
 from quickvit.models import FAMILIES
 from quickvit.testing import assert_equivariant, assert_invariant, equivariance_error, randomize
 
@@ -294,6 +294,46 @@ def test_hooks_see_the_tokens_between_blocks(family, before):
         net.blocks[0].register_forward_hook(lambda module, args, result: seen.append(result))
     torch.testing.assert_close(net(x), result)
     torch.testing.assert_close(seen[0][:, net.num_prefix_tokens :], expected[0])
+
+
+def spoiling(function, count):
+    """The function, which makes the worst of what it may overwrite: its first tensors, so many."""
+
+    def call(*arguments, overwrite=False, **options):
+        result = function(*arguments, **options)
+        if overwrite:
+            for tensor in [a for a in arguments if isinstance(a, torch.Tensor)][:count]:
+                tensor.fill_(float("nan"))
+        return result
+
+    return call
+
+
+@pytest.mark.parametrize("family", ["d8", "h8"])
+@torch.no_grad()
+def test_nobody_reads_what_a_block_may_overwrite(family, monkeypatch):
+    net = tiny(family).double().eval()
+    x, seen = images(net), []
+    tokens = torch.randn(2, 5, 32, dtype=torch.float64)
+    inputs = x.clone(), tokens.clone()
+
+    def results():
+        return [
+            net(x),
+            *net.forward_intermediates(x, norm=False, intermediates_only=True),
+            net.blocks[0](tokens),
+        ]
+
+    expected = results()
+    monkeypatch.setattr(norm, "octic_residual_norm", spoiling(norm.octic_residual_norm, 2))
+    monkeypatch.setattr(attention, "octic_attention", spoiling(attention.octic_attention, 1))
+    monkeypatch.setattr(OcticMlp, "deferred", spoiling(OcticMlp.deferred, 1))
+    torch.testing.assert_close(results(), expected)
+    net.blocks[0].register_forward_hook(lambda module, args, result: seen.append(result))
+    torch.testing.assert_close(net(x), expected[0])
+    assert seen[0].isfinite().all()
+    assert torch.equal(x, inputs[0])
+    assert torch.equal(tokens, inputs[1])
 
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
