@@ -148,7 +148,8 @@ def takes(device: torch.device, dtype: torch.dtype, channels: int, heads: int) -
     """Whether the kernel is for so many channels and heads: in 16 bits, of 1280 and 16."""
     if (channels, heads, dtype.itemsize) != (CHANNELS.value, HEADS.value, 2):
         return False
-    return shared_memory(device) >= 2 * (64 * channels + 8 * 4 * 32 * 32) + 1024
+    weights = STAGES.value * 4 * COLUMNS.value * STEP.value
+    return shared_memory(device) >= 2 * (ROWS.value * channels + weights) + 1024
 
 
 def linear_heads(
