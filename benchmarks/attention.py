@@ -36,9 +36,10 @@ def jobs(images: int, tokens: int) -> dict[str, Callable[[], Job]]:
     def noise(*sizes: int) -> Tensor:
         return torch.randn(*sizes, device="cuda", dtype=torch.bfloat16)
 
-    q, k, v, dout = (noise(*shape, HEADS, DIM) for _ in range(4))
+    q, k, v = in_pairs = noise(3, *shape, HEADS, DIM)
+    in_order, dout = noise(*shape, 3, HEADS, DIM), noise(*shape, HEADS, DIM)
     qkv, bias, out = noise(rows, 3 * HEADS * DIM), noise(3 * HEADS * DIM // 8), noise(rows, HEADS * DIM)
-    result, logs = attention_forward(q, k, v)
+    result, logs = attention_forward(in_pairs, pairs=True)
     one, two = (
         noise(4, 3 * HEADS * DIM // 8, HEADS * DIM // 8),
         noise(1, 3 * HEADS * DIM // 4, HEADS * DIM // 4),
@@ -46,15 +47,19 @@ def jobs(images: int, tokens: int) -> dict[str, Callable[[], Job]]:
 
     def theirs(graded: bool) -> Job:
         def job() -> object:
-            a, b, c = (x.transpose(1, 2).detach().requires_grad_(graded) for x in (q, k, v))
+            a, b, c = (x.transpose(1, 2).detach().requires_grad_(graded) for x in in_order.unbind(2))
             result = scaled_dot_product_attention(a, b, c)
             return torch.autograd.grad(result, (a, b, c), dout.transpose(1, 2)) if graded else result
 
         return job
 
     return {
-        "ours": lambda: lambda: attention_forward(q, k, v),
-        "our gradient": lambda: lambda: attention_backward(dout, q, k, v, result, logs),
+        "ours": lambda: lambda: attention_forward(in_pairs, pairs=True),
+        "ours, entries in order": lambda: lambda: attention_forward(in_order, pairs=False),
+        "our gradient": lambda: lambda: attention_backward(dout, in_pairs, result, logs, pairs=True),
+        "our gradient, entries in order": lambda: (
+            lambda: attention_backward(dout, in_order, result, logs, pairs=False)
+        ),
         "q, k, v in heads by our kernel": lambda: lambda: linear_heads(out, one, two, bias),
         "q, k, v in packed channels": lambda: lambda: products(out, one, two, qkv),
         "PyTorch's": lambda: theirs(False),

@@ -164,8 +164,10 @@ def hopper(limit):
         to_heads.linear_heads(x, one, two, torch.empty(480))
         to_heads.linear_heads(x, one, two, None)
     for tokens in (257, 197):
-        q = torch.empty(1, tokens, 16, 80, dtype=torch.bfloat16)
-        with_heads.attention_backward(q, q, q, q, *with_heads.attention_forward(q, q, q))
+        for pairs, shape in ((True, (3, 1, tokens, 16, 80)), (False, (1, tokens, 3, 16, 80))):
+            qkv = torch.empty(shape, dtype=torch.bfloat16)
+            out, logs = with_heads.attention_forward(qkv, pairs=pairs)
+            with_heads.attention_backward(out, qkv, out, logs, pairs=pairs)
     return [(kernel.metadata.name, kernel.metadata.shared) for kernel in LAUNCHES]
 
 

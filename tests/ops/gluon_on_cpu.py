@@ -86,7 +86,8 @@ class Pointer:
     """A tensor in global memory, and an offset or several."""
 
     def __init__(self, tensor, offset=0):
-        self.tensor, self.offset = tensor.detach().view(-1), offset
+        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        self.tensor, self.offset = tensor.detach().as_strided((extent,), (1,)), offset
         self.dtype = SimpleNamespace(element_ty=tensor.dtype)
 
     def __add__(self, offset):

@@ -1,16 +1,21 @@
 """Attention and its gradient by the kernels for Hopper, run on a CPU; on a GPU see test_ops_gpu."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from timm.models.vision_transformer import Block
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Gluon")
 
 from gluon_on_cpu import OnCpu
 
 from quickvit.group import D8, Layout
-from quickvit.ops import attention, hopper, linear
+from quickvit.layers import StandardAttention, StandardBlock
+from quickvit.ops import attention, hopper, linear, standard
+from quickvit.ops.packing import unpack
 from quickvit.ops.triton import hopper_attention, hopper_heads
 
 HOPPER = 227 * 1024
@@ -36,8 +41,9 @@ def in_pieces(x):
     return x.unflatten(-1, (5, 8, 2)).transpose(-2, -3).flatten(-3)
 
 
+@pytest.mark.parametrize("pairs", [True, False])
 @pytest.mark.parametrize("length", [1, 17, 64, 65, 101, 128])
-def test_attention_and_its_gradient(length):
+def test_attention_and_its_gradient(length, pairs):
     generator = torch.Generator().manual_seed(length)
     number, heads = 2, 3
     q, k, v, dout = (
@@ -47,27 +53,34 @@ def test_attention_and_its_gradient(length):
     scores = exact[0] @ exact[1].mT / 80**0.5
     expected = scores.softmax(-1) @ exact[2]
     gradients = torch.autograd.grad(expected, exact, dout.double().transpose(1, 2))
-    q, k, v, dout = (in_pairs(x) for x in (q, k, v, dout))
-    out, logs = hopper_attention.attention_forward(q, k, v)
+    if pairs:
+        q, k, v, dout = (in_pairs(x) for x in (q, k, v, dout))
+    qkv = torch.stack([q, k, v], dim=0 if pairs else 2)
+    out, logs = hopper_attention.attention_forward(qkv, pairs=pairs)
     torch.testing.assert_close(logs, (scores.logsumexp(-1) / math.log(2)).float(), rtol=1e-4, atol=1e-4)
-    grads = hopper_attention.attention_backward(dout, q, k, v, out, logs)
-    for found, exact in zip((out, *grads), (expected, *gradients), strict=True):
+    grads = hopper_attention.attention_backward(dout, qkv, out, logs, pairs=pairs)
+    results = out, *grads.unbind(0 if pairs else 2)
+    for found, exact in zip(results, (expected, *gradients), strict=True):
+        found = in_pieces(found) if pairs else found
         exact = exact.detach().transpose(1, 2).float()
         largest = exact.abs().max().item()
-        torch.testing.assert_close(in_pieces(found).float(), exact, rtol=2e-2, atol=1e-2 * largest + 1e-5)
+        torch.testing.assert_close(found.float(), exact, rtol=2e-2, atol=1e-2 * largest + 1e-5)
 
 
 def test_what_is_not_finite_stays_in_its_sequence():
     generator = torch.Generator().manual_seed(0)
     heads, dim, length = 2, 80, 70
-    features = [torch.randn(2, length, heads, dim, generator=generator).bfloat16() for _ in range(4)]
+    features, dout = (
+        torch.randn(2, length, *size, generator=generator).bfloat16()
+        for size in ((3, heads, dim), (heads, dim))
+    )
     results = []
     for bad in (0.0, float("nan")):
-        q, k, v, dout = (torch.cat([x[:1], x[1:] + bad]) for x in features)
-        out, logs = hopper_attention.attention_forward(q, k, v)
-        grads = hopper_attention.attention_backward(dout, q, k, v, out, logs)
+        qkv, grad = (torch.cat([x[:1], x[1:] + bad]) for x in (features, dout))
+        out, logs = hopper_attention.attention_forward(qkv, pairs=False)
+        dqkv = hopper_attention.attention_backward(grad, qkv, out, logs, pairs=False)
         assert out[1].isfinite().all() == (bad == 0.0)
-        results.append([x[0] for x in (out, *grads)])
+        results.append([out[0], dqkv[0]])
     for clean, found in zip(*results, strict=True):
         assert torch.equal(clean, found)
 
@@ -108,6 +121,62 @@ def test_the_operator_takes_batches_long_and_short(shapes, biased, compiled):
         torch.testing.assert_close(actual.double(), expected, rtol=1e-2, atol=1e-2 * largest)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_standard_block_takes_them(compiled, monkeypatch):
+    """Its attention is that of PyTorch's operator, for packed sequences too, of which short ones keep it."""
+    monkeypatch.setattr(standard, "fused", lambda *_: True)
+    monkeypatch.setattr(hopper, "takes_attention", lambda qkv: qkv.shape[1] > 64)
+    calls, forward = [], hopper_attention.attention_forward
+    monkeypatch.setattr(
+        hopper_attention, "attention_forward", lambda *a, **k: calls.append(a[0].shape) or forward(*a, **k)
+    )
+    torch.manual_seed(0)
+    block = StandardBlock(160, 2, qkv_bias=True, attn_layer=StandardAttention).half()
+    theirs = Block(160, 2, qkv_bias=True).double()
+    theirs.load_state_dict(block.state_dict())
+    shapes = (2, 70), (3, 5)
+    x, grad = (torch.randn(2 * 70 + 3 * 5, 160).half() for _ in range(2))
+
+    def ours(x):
+        return torch.cat([block(x[:140].unflatten(0, shapes[0])).flatten(0, 1), block(x, shapes=shapes)])
+
+    leaf = x.clone().requires_grad_()
+    out = (torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours)(leaf)
+    out.backward(torch.cat([grad[:140], grad]))
+    assert calls == 2 * [(2, 70, 3, 2, 80)]
+    exact = x.double().requires_grad_()
+    batches = [theirs(batch).flatten(0, 1) for batch in unpack(exact, shapes)]
+    expected = torch.cat([batches[0], *batches])
+    expected.backward(torch.cat([grad[:140], grad]).double())
+    pairs = [
+        (out, expected),
+        (leaf.grad, exact.grad),
+        (block.attn.qkv.weight.grad, theirs.attn.qkv.weight.grad),
+    ]
+    for found, value in pairs:
+        torch.testing.assert_close(found.double(), value, rtol=1e-2, atol=1e-2 * value.abs().max().item())
+
+
+def test_flops_of_standard_attention_are_counted():
+    qkv = torch.empty(2, 70, 3, 2, 80, dtype=torch.half, device="meta", requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        standard._attention(qkv)[0].sum().backward()
+    # Two products, and of the gradient five.
+    assert counter.get_total_flops() == (2 + 5) * 2 * (2 * 70**2) * 160
+
+
+def test_standard_attention_is_for_many_long_sequences(monkeypatch):
+    monkeypatch.setattr(hopper, "_most_tokens", lambda device, dtype, dim: 320 if dim == 80 else 0)
+
+    def takes(number, length, heads=16, dim=80):
+        qkv = SimpleNamespace(is_cuda=True, device=None, dtype=None, shape=(number, length, 3, heads, dim))
+        qkv.numel = lambda: math.prod(qkv.shape)
+        return hopper.takes_attention(qkv)
+
+    assert takes(64, 257)
+    assert not any([takes(8, 257), takes(64, 325), takes(360, 64), takes(64, 257, 20, 64)])
+
+
 def test_they_are_for_heads_of_80_and_what_fits_into_shared_memory():
     def most(dim, dtype=torch.bfloat16):
         return hopper_attention.most_tokens(torch.device("cuda"), dtype, dim)
@@ -141,7 +210,7 @@ def test_they_are_for_many_features(monkeypatch):
 def test_many_features_are_many_in_a_compiled_model_not_in_an_exported_one():
     class Choice(torch.nn.Module):
         def forward(self, x):
-            return x + 1 if attention._are_many(2**30) else x
+            return x + 1 if hopper.are_many(2**30) else x
 
     x = torch.zeros(1)
     assert torch.compile(Choice(), backend="eager", fullgraph=True)(x) == 1

@@ -7,7 +7,7 @@ from some_rows import rows_at
 from quickvit import QuickVisionTransformer, act_on_image
 from quickvit.group import Layout
 from quickvit.layers import OcticMlp
-from quickvit.ops import attention, gelu, hopper, linear, mlp, norm, plain
+from quickvit.ops import attention, gelu, hopper, linear, mlp, norm, plain, standard
 from quickvit.testing import assert_invariant, randomize
 
 pytestmark = [
@@ -31,6 +31,7 @@ OPERATORS = [
     "self-attention",
     "packed attention",
     "packed self-attention",
+    "standard attention",
 ]
 
 
@@ -89,6 +90,11 @@ def cases(width, heads, tokens, dtype):
     def packed_definition(x, weight_1, weight_2, bias):
         return plain()(attend_packed)(linear.definition(x, weight_1, weight_2), bias)
 
+    def standard_attend(qkv):
+        if tokens > hopper._most_tokens(qkv.device, qkv.dtype, width // heads):
+            pytest.skip("there is no kernel for this")
+        return standard._attention(qkv)[0]
+
     x = randn(2, tokens, width)
     qkv = randn(4, 3 * m, m) / m**0.5, randn(1, 6 * m, 2 * m) / m**0.5, randn(3 * m)
     return {
@@ -125,6 +131,11 @@ def cases(width, heads, tokens, dtype):
             [randn(2, tokens, 3 * width), randn(3 * m)],
         ),
         "packed self-attention": (self_attend_packed, packed_definition, [x, *qkv]),
+        "standard attention": (
+            standard_attend,
+            plain()(standard.attention),
+            [randn(2, tokens, 3, heads, width // heads)],
+        ),
     }
 
 

@@ -10,7 +10,7 @@ from quickvit.layers.linear import OcticLinear
 from quickvit.layers.mlp import OcticMlp
 from quickvit.layers.norm import OcticLayerNorm, OcticLayerScale
 from quickvit.layers.position import OcticPosition
-from quickvit.layers.standard import StandardBlock
+from quickvit.layers.standard import StandardAttention, StandardBlock
 from quickvit.layers.tokens import InvariantTokens
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "OcticMlp",
     "OcticPosition",
     "Pending",
+    "StandardAttention",
     "StandardBlock",
     "draw_subset",
     "sample_scale",

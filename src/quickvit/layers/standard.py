@@ -1,4 +1,4 @@
-"""timm's transformer block, with what octic blocks have."""
+"""timm's transformer block and attention, with what octic blocks have."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from quickvit.layers.depth import keep
 from quickvit.ops.packing import Shapes, attend, pack, unpack
+from quickvit.ops.standard import attention
 
 
 class StandardBlock(Block):
@@ -32,13 +33,13 @@ class StandardBlock(Block):
         if shapes is None and (masked or not (self.drop_path_subset and self.training)):
             return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
 
-        def attention(y: Tensor, shapes: Shapes | None) -> Tensor:
+        def attend(y: Tensor, shapes: Shapes | None) -> Tensor:
             return self.ls1(self._attend(self.norm1(y), shapes))
 
         def mlp(y: Tensor, _: Shapes | None) -> Tensor:
             return self.ls2(self.mlp(self.norm2(y)))
 
-        x = self._add(x, attention, self.drop_path1, shapes)
+        x = self._add(x, attend, self.drop_path1, shapes)
         return self._add(x, mlp, self.drop_path2, shapes)
 
     def _add(
@@ -54,19 +55,34 @@ class StandardBlock(Block):
         return kept.add(x, branch(kept.of(x), kept.shapes))
 
     def _attend(self, x: Tensor, shapes: Shapes | None) -> Tensor:
-        """Attention, its products of all packed tokens at once."""
         attn = self.attn
         if shapes is None:
             return attn(x)
-        if type(attn) is not Attention or attn.gate is not None:
+        if type(attn) not in (Attention, StandardAttention) or attn.gate is not None:
             return pack([attn(batch) for batch in unpack(x, shapes)])[0]
-        dropout = attn.attn_drop.p if self.training else 0.0
+        return _attention(attn, x, shapes)
 
-        def heads(qkv: Tensor) -> Tensor:
-            # Unpacked by iteration: of that a compiled graph writes the gradient once, of unbind twice.
-            q, k, v = qkv.permute(2, 0, 1, 3, 4)
-            return attend(attn.q_norm(q), attn.k_norm(k), v, dropout=dropout)
 
-        qkv = attn.qkv(x).unflatten(-1, (3, attn.num_heads, -1))
-        out, _ = pack([heads(batch) for batch in unpack(qkv, shapes)])
-        return attn.proj_drop(attn.proj(attn.norm(out.flatten(1))))
+class StandardAttention(Attention):
+    """timm's attention, by kernels of ours where there are some; timm's models, to compare with, have PyTorch's."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """[B, N, C] → [B, N, C]."""
+        if attn_mask is not None or is_causal or self.gate is not None or not self.fused_attn:
+            return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
+        return _attention(self, x, None)
+
+
+def _attention(attn: Attention, x: Tensor, shapes: Shapes | None) -> Tensor:
+    """Attention; of packed sequences products are of all tokens at once."""
+    dropout = attn.attn_drop.p if attn.training else 0.0
+
+    def heads(qkv: Tensor) -> Tensor:
+        if type(attn) is StandardAttention and isinstance(attn.q_norm, nn.Identity):
+            return attention(qkv, dropout=dropout)
+        q, k, v = qkv.permute(2, 0, 1, 3, 4)
+        return attend(attn.q_norm(q), attn.k_norm(k), v, dropout=dropout)
+
+    qkv = attn.qkv(x).unflatten(-1, (3, attn.num_heads, -1))
+    out = heads(qkv) if shapes is None else pack([heads(batch) for batch in unpack(qkv, shapes)])[0]
+    return attn.proj_drop(attn.proj(attn.norm(out.flatten(-2))))

@@ -28,6 +28,7 @@ from quickvit.layers import (
     OcticLinear,
     OcticPosition,
     Pending,
+    StandardAttention,
     StandardBlock,
 )
 from quickvit.layers.linear import STANDARD_STD
@@ -187,7 +188,9 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
             OcticBlock(embed_dim, drop_path=rate, group=group, **octic) for rate in rates[:octic_depth]
         )
         self.blocks.extend(
-            StandardBlock(embed_dim, drop_path=rate, norm_layer=_layer_norm, **shared)
+            StandardBlock(
+                embed_dim, drop_path=rate, norm_layer=_layer_norm, attn_layer=StandardAttention, **shared
+            )
             for rate in rates[octic_depth:]
         )
         for block in self.blocks:

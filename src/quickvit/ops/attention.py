@@ -32,9 +32,6 @@ from quickvit.ops.operator import (
 from quickvit.ops.packing import Shapes, attend, pack, unpack
 from quickvit.ops.precision import autocast
 
-# Entries of a feature from which on kernels are taken that Python needs long to launch: those of 42 images at L/16.
-MANY_ENTRIES = 2**23
-
 
 def octic_attention(
     qkv: Tensor,
@@ -82,7 +79,7 @@ def takes_self_attention(x: Tensor, heads: int, group: DihedralGroup, shapes: Sh
     That is for heads of 64 or 80, and for so many features that launching it, which takes Python longer, matters
     little.
     """
-    if not fused(x, group) or not _are_many(x.numel()):
+    if not fused(x, group) or not hopper.are_many(x.numel()):
         return False
     channels = x.shape[-1]
     if channels == 64 * heads:
@@ -132,17 +129,6 @@ def _reads_packed(qkv: Tensor, heads: int) -> bool:
     if qkv.is_cpu:
         return True
     return qkv.element_size() == 2 and qkv.shape[-1] // (3 * D8.order * heads) in (8, 16)
-
-
-def _are_many(entries: int) -> bool:
-    # Which is not asked of an exported model: it would be for as many images as its example.
-    return not _is_exporting() and entries >= MANY_ENTRIES
-
-
-@torch.compiler.assume_constant_result
-def _is_exporting() -> bool:
-    """PyTorch's own word, asked outside of its compiler: that of 2.11 says yes whatever it compiles for."""
-    return torch.compiler.is_exporting()
 
 
 def _fits_whole_heads(qkv: Tensor, bias: Tensor | None, heads: int, longest: int) -> bool:
@@ -411,7 +397,7 @@ def _head_attention(
             kept.append(qkv)
         else:
             qkv = hopper.heads_kernels().linear_heads(x[tokens], weight_1, weight_2, bias).unflatten(1, shape)
-            result, logs = hopper.attention_kernels().attention_forward(*qkv)
+            result, logs = hopper.attention_kernels().attention_forward(qkv, pairs=True)
             to_packed([result], out, origin, pairs=True)
             kept += [qkv, result, logs]
     return [out, *kept]
@@ -450,8 +436,8 @@ def _heads_grad(
         else:
             (dout,) = to_heads(grad, heads, 1, None, shape, origin, pairs=True)
             qkv, result, logs = (next(left) for _ in range(3))
-            grads = hopper.attention_kernels().attention_backward(dout, *qkv, result, logs)
-            to_packed(grads, grad_qkv, origin, pairs=True)
+            grads = hopper.attention_kernels().attention_backward(dout, qkv, result, logs, pairs=True)
+            to_packed([*grads], grad_qkv, origin, pairs=True)
     return grad_qkv
 
 

@@ -15,6 +15,10 @@ from quickvit.ops.precision import product_dtype
 
 # Bytes of x and of the result from which on a kernel runs longer than Python needs to launch it.
 LAUNCHED_BYTES = 2**29
+# Entries of a feature from which on attention takes such kernels: those of 42 images at L/16.
+MANY_ENTRIES = 2**23
+# Tokens up to which a program of attention has one block of them, and half of its warps nothing to do.
+FEW_TOKENS = 64
 
 
 def takes(x: Tensor, width: int) -> bool:
@@ -33,6 +37,25 @@ def takes_heads(x: Tensor, heads: int, tokens: int) -> bool:
     if not _takes("hopper_heads", x.device, dtype, channels, heads):
         return False
     return tokens <= _most_tokens(x.device, dtype, channels // heads)
+
+
+def takes_attention(qkv: Tensor) -> bool:
+    """Whether kernels take attention of qkv [B, N, 3, H, D]: many long sequences."""
+    if not qkv.is_cuda or not are_many(qkv.numel() // 3):
+        return False
+    return FEW_TOKENS < qkv.shape[1] <= _most_tokens(qkv.device, qkv.dtype, qkv.shape[4])
+
+
+def are_many(entries: int) -> bool:
+    """Whether a feature has so many entries that attention runs longer than Python takes to launch its kernels."""
+    # Which is not asked of an exported model: it would be for as many images as its example.
+    return not _is_exporting() and entries >= MANY_ENTRIES
+
+
+@torch.compiler.assume_constant_result
+def _is_exporting() -> bool:
+    """PyTorch's own word, asked outside of its compiler: that of 2.11 says yes whatever it compiles for."""
+    return torch.compiler.is_exporting()
 
 
 def launches(x: Tensor, weight: Tensor, out: Tensor) -> bool:

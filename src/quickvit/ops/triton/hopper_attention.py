@@ -12,7 +12,8 @@ What does are two numbers for each query, handed over block by block.
 A vector of 80 entries is a tile of 64 and one of 16, and the last block of tokens is cut to TAIL where it is a right
 operand: products then do little more than they have to, where general kernels round up to 128 entries and 64 tokens.
 
-All features are heads in pairs, see `heads.py`.
+Octic features are heads in PAIRS, see `heads.py`; those of standard blocks have their entries in order. From a token
+of q, k, v, or one of their gradients, to the next are ROW entries.
 """
 
 import math
@@ -139,56 +140,56 @@ def _four_each(columns):
 
 
 @gluon.jit
-def _place(feature, block, COLUMNS: gl.constexpr, HEADS: gl.constexpr, c: gl.constexpr):
+def _place(feature, block, COLUMNS: gl.constexpr, ROW: gl.constexpr):
     """Where a block of tokens has entries of a head, and which tokens."""
     layout: gl.constexpr = _four_each(COLUMNS)
     token = block * SIDE + gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout))
     entry = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    return feature + token.to(gl.int64)[:, None] * (8 * HEADS * c) + entry[None, :], token[:, None]
+    return feature + token.to(gl.int64)[:, None] * ROW + entry[None, :], token[:, None]
 
 
 @gluon.jit
-def _put_part(feature, value, block, N, HEADS: gl.constexpr, c: gl.constexpr):
+def _put_part(feature, value, block, N, ROW: gl.constexpr, PAIRS: gl.constexpr):
     COLUMNS: gl.constexpr = value.shape[1]
-    place, token = _place(feature, block, COLUMNS, HEADS, c)
-    # Without moving anything: a thread's pairs are side by side.
-    pairs = (
-        value.to(feature.dtype.element_ty).reshape([SIDE, COLUMNS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
-    )
-    pairs = gl.convert_layout(pairs.reshape([SIDE, COLUMNS]), _four_each(COLUMNS))
-    gl.store(place, pairs, mask=token < N)
+    place, token = _place(feature, block, COLUMNS, ROW)
+    value = value.to(feature.dtype.element_ty)
+    if PAIRS:
+        # Without moving anything: a thread's pairs are side by side.
+        pairs = value.reshape([SIDE, COLUMNS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
+        value = pairs.reshape([SIDE, COLUMNS])
+    gl.store(place, gl.convert_layout(value, _four_each(COLUMNS)), mask=token < N)
 
 
 @gluon.jit
-def _put(feature, values, block, N, HEADS: gl.constexpr, c: gl.constexpr):
+def _put(feature, values, block, N, ROW: gl.constexpr, PAIRS: gl.constexpr):
     """Store both tiles of the vectors of a block of tokens."""
     wide, rest = values
-    _put_part(feature, wide, block, N, HEADS, c)
-    _put_part(feature + wide.shape[1], rest, block, N, HEADS, c)
+    _put_part(feature, wide, block, N, ROW, PAIRS)
+    _put_part(feature + wide.shape[1], rest, block, N, ROW, PAIRS)
 
 
 @gluon.jit
-def _get_part(feature, block, N, COLUMNS: gl.constexpr, HEADS: gl.constexpr, c: gl.constexpr):
+def _get_part(feature, block, N, COLUMNS: gl.constexpr, ROW: gl.constexpr, PAIRS: gl.constexpr):
     """The inverse of `_put_part`; zero past the end."""
-    place, token = _place(feature, block, COLUMNS, HEADS, c)
-    pairs = gl.load(place, mask=token < N, other=0.0).reshape([SIDE, COLUMNS // 16, 4, 2, 2])
-    return gl.convert_layout(pairs.permute([0, 1, 3, 2, 4]).reshape([SIDE, COLUMNS]), accumulators(COLUMNS))
+    place, token = _place(feature, block, COLUMNS, ROW)
+    value = gl.load(place, mask=token < N, other=0.0)
+    if PAIRS:
+        pairs = value.reshape([SIDE, COLUMNS // 16, 4, 2, 2]).permute([0, 1, 3, 2, 4])
+        value = pairs.reshape([SIDE, COLUMNS])
+    return gl.convert_layout(value, accumulators(COLUMNS))
 
 
 @gluon.jit
-def _queries(q, block, N, WIDE: gl.constexpr, REST: gl.constexpr, HEADS: gl.constexpr, c: gl.constexpr):
+def _queries(q, block, N, WIDE: gl.constexpr, REST: gl.constexpr, ROW: gl.constexpr):
     """A block of queries as a left operand in registers; zero past the end."""
-    return (
-        _part_of_queries(q, block, N, WIDE, HEADS, c),
-        _part_of_queries(q + WIDE, block, N, REST, HEADS, c),
-    )
+    return _part_of_queries(q, block, N, WIDE, ROW), _part_of_queries(q + WIDE, block, N, REST, ROW)
 
 
 @gluon.jit
-def _part_of_queries(q, block, N, COLUMNS: gl.constexpr, HEADS: gl.constexpr, c: gl.constexpr):
+def _part_of_queries(q, block, N, COLUMNS: gl.constexpr, ROW: gl.constexpr):
     d = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, accumulators(COLUMNS)))
     token = _tokens(block, COLUMNS)
-    place = q + token.to(gl.int64)[:, None] * (8 * HEADS * c) + d[None, :]
+    place = q + token.to(gl.int64)[:, None] * ROW + d[None, :]
     return gl.convert_layout(gl.load(place, mask=(token < N)[:, None], other=0.0), _operand(SIDE))
 
 
@@ -226,24 +227,26 @@ def _forward(
     BLOCKS: gl.constexpr,
     TAIL: gl.constexpr,
     HEADS: gl.constexpr,
-    c: gl.constexpr,
+    DIM: gl.constexpr,
+    ROW: gl.constexpr,
+    PAIRS: gl.constexpr,
 ):
     """Every other block of queries."""
     k, v = tiles
-    SCALE: gl.constexpr = _LOG2E / (8 * c) ** 0.5
+    SCALE: gl.constexpr = _LOG2E / DIM**0.5
     WIDE: gl.constexpr = k[0].shape[2]
     REST: gl.constexpr = k[1].shape[2]
     line: gl.constexpr = gl.SliceLayout(1, accumulators(SIDE))
     head = gl.program_id(0) % HEADS
     sequence = gl.program_id(0) // HEADS
     if GROUP == 0:
-        _load_all(boxes, tiles, loaded, sequence, head * (8 * c), BLOCKS)
-    first = gl.cast(sequence * N, gl.int64) * (8 * HEADS * c) + head * (8 * c)
-    q += first
-    out += first
+        _load_all(boxes, tiles, loaded, sequence, head * DIM, BLOCKS)
+    before = gl.cast(sequence * N, gl.int64)
+    q += before * ROW + head * DIM
+    out += before * (HEADS * DIM) + head * DIM
     logs += gl.program_id(0) * N
     for block in range(GROUP, BLOCKS, 2):
-        queries = _queries(q, block, N, WIDE, REST, HEADS, c)
+        queries = _queries(q, block, N, WIDE, REST, ROW)
         largest = gl.full((SIDE,), -float("inf"), gl.float32, layout=line)
         total = gl.zeros((SIDE,), gl.float32, layout=line)
         wide, rest = _nothing(v[0].shape[2]), _nothing(v[1].shape[2])
@@ -257,18 +260,18 @@ def _forward(
         share = 1 / total
         wide *= _along_rows(share, wide)
         rest *= _along_rows(share, rest)
-        _put(out, (wide, rest), block, N, HEADS, c)
+        _put(out, (wide, rest), block, N, HEADS * DIM, PAIRS)
 
 
 @gluon.jit
 def _results(
-    out, logs, block, N, WIDE: gl.constexpr, REST: gl.constexpr, HEADS: gl.constexpr, c: gl.constexpr
+    out, logs, block, N, WIDE: gl.constexpr, REST: gl.constexpr, ROW: gl.constexpr, PAIRS: gl.constexpr
 ):
     """Both parts of the results of a block of queries, and their logarithms."""
     token = _tokens(block, SIDE)
     return (
-        _get_part(out, block, N, WIDE, HEADS, c),
-        _get_part(out + WIDE, block, N, REST, HEADS, c),
+        _get_part(out, block, N, WIDE, ROW, PAIRS),
+        _get_part(out + WIDE, block, N, REST, ROW, PAIRS),
         # Queries past the end have no part in anything.
         gl.load(logs + token, mask=token < N, other=float("inf")),
     )
@@ -305,14 +308,15 @@ def _of_queries(
     block,
     BLOCKS: gl.constexpr,
     TAIL: gl.constexpr,
-    HEADS: gl.constexpr,
-    c: gl.constexpr,
+    DIM: gl.constexpr,
+    ROW: gl.constexpr,
+    PAIRS: gl.constexpr,
 ):
     """dq of a block of queries, and what keys ask of them: log2 Σ_j exp2(S) and Σ_d o do."""
     q, k, v, do = tiles
     all_logs, all_means, done = handed
-    SCALE: gl.constexpr = _LOG2E / (8 * c) ** 0.5
-    FACTOR: gl.constexpr = 1 / (8 * c) ** 0.5
+    SCALE: gl.constexpr = _LOG2E / DIM**0.5
+    FACTOR: gl.constexpr = 1 / DIM**0.5
     wide, rest, log = results
     mean = _dots(wide, do[0], block) + _dots(rest, do[1], block)
     all_logs.index(block).store(log)
@@ -324,7 +328,7 @@ def _of_queries(
         dq = _add_to_dq(dq, rows, k, v, log, mean, chunk, None, SIDE, SCALE)
     dq = _add_to_dq(dq, rows, k, v, log, mean, BLOCKS - 1, N, TAIL, SCALE)
     wide, rest = warpgroup_mma_wait(0, deps=dq)
-    _put(dq_out, (wide * FACTOR, rest * FACTOR), block, N, HEADS, c)
+    _put(dq_out, (wide * FACTOR, rest * FACTOR), block, N, ROW, PAIRS)
 
 
 @gluon.jit
@@ -352,12 +356,13 @@ def _of_keys(
     block,
     BLOCKS: gl.constexpr,
     TAIL: gl.constexpr,
-    HEADS: gl.constexpr,
-    c: gl.constexpr,
+    DIM: gl.constexpr,
+    ROW: gl.constexpr,
+    PAIRS: gl.constexpr,
 ):
     """dk and dv of a block of keys."""
-    SCALE: gl.constexpr = _LOG2E / (8 * c) ** 0.5
-    FACTOR: gl.constexpr = 1 / (8 * c) ** 0.5
+    SCALE: gl.constexpr = _LOG2E / DIM**0.5
+    FACTOR: gl.constexpr = 1 / DIM**0.5
     q, k, v, do = tiles
     dk = _no_sums(q)
     dv = _no_sums(do)
@@ -367,8 +372,8 @@ def _of_keys(
         dk, dv = _add_to_dk_and_dv(dk, dv, rows, q, do, handed, chunk, SIDE, SCALE)
     dk, dv = _add_to_dk_and_dv(dk, dv, rows, q, do, handed, BLOCKS - 1, TAIL, SCALE)
     dv, dv_rest, dk, dk_rest = warpgroup_mma_wait(0, deps=dv + dk)
-    _put(dk_out, (dk * FACTOR, dk_rest * FACTOR), block, N, HEADS, c)
-    _put(dv_out, (dv, dv_rest), block, N, HEADS, c)
+    _put(dk_out, (dk * FACTOR, dk_rest * FACTOR), block, N, ROW, PAIRS)
+    _put(dv_out, (dv, dv_rest), block, N, ROW, PAIRS)
 
 
 @gluon.jit
@@ -386,41 +391,39 @@ def _load_all(boxes, tiles, barrier, sequence, column, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def _backward(
-    boxes,
-    tiles,
-    loaded,
-    handed,
-    out,
-    logs,
-    gradients,
+    features,
     N,
     GROUP: gl.constexpr,
     BLOCKS: gl.constexpr,
     TAIL: gl.constexpr,
     HEADS: gl.constexpr,
-    c: gl.constexpr,
+    DIM: gl.constexpr,
+    ROW: gl.constexpr,
+    PAIRS: gl.constexpr,
 ):
     """A group's blocks: of queries every other one, of keys the others, so that nobody has the odd one twice."""
+    boxes, tiles, loaded, handed, out, logs, gradients = features
     head = gl.program_id(0) % HEADS
     sequence = gl.program_id(0) // HEADS
     if GROUP == 0:
-        _load_all((boxes[0], boxes[1]), (tiles[0], tiles[1]), loaded[0], sequence, head * (8 * c), BLOCKS)
-        _load_all((boxes[2], boxes[3]), (tiles[2], tiles[3]), loaded[1], sequence, head * (8 * c), BLOCKS)
-    first = gl.cast(sequence * N, gl.int64) * (8 * HEADS * c) + head * (8 * c)
+        _load_all((boxes[0], boxes[1]), (tiles[0], tiles[1]), loaded[0], sequence, head * DIM, BLOCKS)
+        _load_all((boxes[2], boxes[3]), (tiles[2], tiles[3]), loaded[1], sequence, head * DIM, BLOCKS)
+    before = gl.cast(sequence * N, gl.int64)
+    first = before * ROW + head * DIM
     dq, dk, dv = gradients
-    out += first
+    out += before * (HEADS * DIM) + head * DIM
     logs += gl.program_id(0) * N
     WIDE: gl.constexpr = tiles[0][0].shape[2]
     REST: gl.constexpr = tiles[0][1].shape[2]
-    following = _results(out, logs, GROUP, N, WIDE, REST, HEADS, c)
+    following = _results(out, logs, GROUP, N, WIDE, REST, HEADS * DIM, PAIRS)
     mbarrier.wait(loaded[0], 0)
     mbarrier.wait(loaded[1], 0)
     for block in range(GROUP, BLOCKS, 2):
         results = following
-        following = _results(out, logs, block + 2, N, WIDE, REST, HEADS, c)
-        _of_queries(tiles, handed, results, dq + first, N, block, BLOCKS, TAIL, HEADS, c)
+        following = _results(out, logs, block + 2, N, WIDE, REST, HEADS * DIM, PAIRS)
+        _of_queries(tiles, handed, results, dq + first, N, block, BLOCKS, TAIL, DIM, ROW, PAIRS)
     for block in range(1 - GROUP, BLOCKS, 2):
-        _of_keys(tiles, handed, dk + first, dv + first, N, block, BLOCKS, TAIL, HEADS, c)
+        _of_keys(tiles, handed, dk + first, dv + first, N, block, BLOCKS, TAIL, DIM, ROW, PAIRS)
 
 
 @gluon.jit
@@ -451,7 +454,9 @@ def _attention(
     BLOCKS: gl.constexpr,
     TAIL: gl.constexpr,
     HEADS: gl.constexpr,
-    c: gl.constexpr,
+    DIM: gl.constexpr,
+    ROW: gl.constexpr,
+    PAIRS: gl.constexpr,
 ):
     """The result of one head, and log2 Σ_j exp2(S)."""
     boxes = ((k, k_rest), (v, v_rest))
@@ -462,8 +467,8 @@ def _attention(
     loaded = _barrier()
     gl.warp_specialize(
         [
-            (_forward, (boxes, tiles, loaded, q, out, logs, N, 0, BLOCKS, TAIL, HEADS, c)),
-            (_forward, (boxes, tiles, loaded, q, out, logs, N, 1, BLOCKS, TAIL, HEADS, c)),
+            (_forward, (boxes, tiles, loaded, q, out, logs, N, 0, BLOCKS, TAIL, HEADS, DIM, ROW, PAIRS)),
+            (_forward, (boxes, tiles, loaded, q, out, logs, N, 1, BLOCKS, TAIL, HEADS, DIM, ROW, PAIRS)),
         ],
         [4],
         [_FORWARD],
@@ -489,7 +494,9 @@ def _attention_gradient(
     BLOCKS: gl.constexpr,
     TAIL: gl.constexpr,
     HEADS: gl.constexpr,
-    c: gl.constexpr,
+    DIM: gl.constexpr,
+    ROW: gl.constexpr,
+    PAIRS: gl.constexpr,
 ):
     """The gradients of a head's q, k and v."""
     boxes = ((q, q_rest), (k, k_rest), (v, v_rest), (do, do_rest))
@@ -503,16 +510,11 @@ def _attention_gradient(
     for block in gl.static_range(BLOCKS):
         mbarrier.init(done.index(block), count=1)
     loaded, handed, gradients = (_barrier(), _barrier()), (all_logs, all_means, done), (dq, dk, dv)
+    features = boxes, tiles, loaded, handed, out, logs, gradients
     gl.warp_specialize(
         [
-            (
-                _backward,
-                (boxes, tiles, loaded, handed, out, logs, gradients, N, 0, BLOCKS, TAIL, HEADS, c),
-            ),
-            (
-                _backward,
-                (boxes, tiles, loaded, handed, out, logs, gradients, N, 1, BLOCKS, TAIL, HEADS, c),
-            ),
+            (_backward, (features, N, 0, BLOCKS, TAIL, HEADS, DIM, ROW, PAIRS)),
+            (_backward, (features, N, 1, BLOCKS, TAIL, HEADS, DIM, ROW, PAIRS)),
         ],
         [4],
         [_BACKWARD],
@@ -528,7 +530,7 @@ def most_tokens(device: torch.device, dtype: torch.dtype, dim: int) -> int:
     return (shared_memory(device) - 1024) // (64 * (4 * 2 * dim + 2 * 4)) * 64
 
 
-def _sizes(q: torch.Tensor) -> dict[str, int]:
+def _sizes(q: torch.Tensor, pairs: bool) -> dict[str, int]:
     _, length, heads, dim = q.shape
     blocks = -(-length // 64)
     tail = length - 64 * (blocks - 1)
@@ -536,7 +538,9 @@ def _sizes(q: torch.Tensor) -> dict[str, int]:
         "BLOCKS": blocks,
         "TAIL": max(16, 1 << (tail - 1).bit_length()),
         "HEADS": heads,
-        "c": dim // 8,
+        "DIM": dim,
+        "ROW": q.stride(1),
+        "PAIRS": pairs,
         "num_warps": 4,
     }
 
@@ -547,33 +551,41 @@ def _boxes_of(*features: torch.Tensor) -> list[object]:
     return [in_boxes(x.flatten(2), (1, 64, part)) for x in features for part in parts]
 
 
-def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q, k, v [B, N, H, D], and what gradients need."""
+def _features(qkv: torch.Tensor, pairs: bool) -> tuple[torch.Tensor, ...]:
+    """q, k and v [B, N, H, D] of a contiguous tensor: [3, B, N, H, D] in pairs, else [B, N, 3, H, D]."""
+    return qkv.unbind(0 if pairs else 2)
+
+
+def attention_forward(qkv: torch.Tensor, *, pairs: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention [B, N, H, D] of `_features`, and what gradients need."""
+    q, k, v = _features(qkv, pairs)
     number, length, heads, _ = q.shape
-    out = torch.empty_like(q)
+    out = q.new_empty(q.shape)
     logs = torch.empty((number, heads, length), dtype=torch.float32, device=q.device)
     if number * length:
         with torch.cuda.device_of(q):
             _attention[(number * heads,)](
-                *_boxes_of(k, v), q, out, logs, length, **_sizes(q), maxnreg=_FORWARD.value
+                *_boxes_of(k, v), q, out, logs, length, **_sizes(q, pairs), maxnreg=_FORWARD.value
             )
     return out, logs
 
 
 def attention_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    logs: torch.Tensor,
-) -> list[torch.Tensor]:
-    """The gradients of q, k and v."""
+    dout: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, logs: torch.Tensor, *, pairs: bool
+) -> torch.Tensor:
+    """The gradient of qkv."""
+    q, k, v = _features(qkv, pairs)
     number, length, heads, _ = q.shape
-    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    gradient = torch.empty_like(qkv)
     if number * length:
         with torch.cuda.device_of(q):
             _attention_gradient[(number * heads,)](
-                *_boxes_of(q, k, v, dout), out, logs, *gradients, length, **_sizes(q), maxnreg=_BACKWARD.value
+                *_boxes_of(q, k, v, dout),
+                out,
+                logs,
+                *_features(gradient, pairs),
+                length,
+                **_sizes(q, pairs),
+                maxnreg=_BACKWARD.value,
             )
-    return gradients
+    return gradient
