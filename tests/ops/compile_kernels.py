@@ -129,18 +129,20 @@ class Compiler(Recorder):
 def hopper(limit):
     """The bytes of the kernels that are for Hopper alone."""
     from quickvit.ops.triton import hopper as kernels
-    from quickvit.ops.triton import hopper_attention as with_heads
+    from quickvit.ops.triton import hopper_attention as of_heads
     from quickvit.ops.triton import hopper_gelu as with_gelu
+    from quickvit.ops.triton import hopper_gradient as of_heads_grad
     from quickvit.ops.triton import hopper_heads as to_heads
 
     triton.runtime.driver.set_active(Driver())
     kernels._octic_linear = Compiler(kernels._octic_linear)
     with_gelu._linear_gelu = Compiler(with_gelu._linear_gelu)
     to_heads._linear_heads = Compiler(to_heads._linear_heads)
-    with_heads._attention = Compiler(with_heads._attention)
-    with_heads._attention_gradient = Compiler(with_heads._attention_gradient)
-    kernels.shared_memory = lambda device: limit
-    kernels.multiprocessors = with_gelu.multiprocessors = to_heads.multiprocessors = lambda device: 132
+    of_heads._attention = Compiler(of_heads._attention)
+    of_heads_grad._attention_gradient = Compiler(of_heads_grad._attention_gradient)
+    kernels.shared_memory = of_heads.shared_memory = lambda device: limit
+    for module in (kernels, with_gelu, to_heads, of_heads):
+        module.multiprocessors = lambda device: 132
     LAUNCHES.clear()
     for width in (768, 1024):
         for dtype in (torch.bfloat16, torch.float16):
@@ -166,8 +168,10 @@ def hopper(limit):
     for tokens in (257, 197):
         for pairs, shape in ((True, (3, 1, tokens, 16, 80)), (False, (1, tokens, 3, 16, 80))):
             qkv = torch.empty(shape, dtype=torch.bfloat16)
-            out, logs = with_heads.attention_forward(qkv, pairs=pairs)
-            with_heads.attention_backward(out, qkv, out, logs, pairs=pairs)
+            out, logs = of_heads.attention_forward(*qkv.unbind(0 if pairs else 2), pairs=pairs)
+            of_heads_grad.attention_backward(out, qkv, out, logs, pairs=pairs)
+        for dim in (104, 112):
+            of_heads.attention_forward(*torch.empty(3, 1, tokens, 16, dim, dtype=torch.bfloat16), pairs=False)
     return [(kernel.metadata.name, kernel.metadata.shared) for kernel in LAUNCHES]
 
 

@@ -16,7 +16,7 @@ from quickvit.group import D8, Layout
 from quickvit.layers import StandardAttention, StandardBlock
 from quickvit.ops import attention, hopper, linear, standard
 from quickvit.ops.packing import unpack
-from quickvit.ops.triton import hopper_attention, hopper_heads
+from quickvit.ops.triton import hopper_attention, hopper_gradient, hopper_heads
 
 HOPPER = 227 * 1024
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -24,11 +24,21 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
-    for name in ("_attention", "_attention_gradient"):
-        monkeypatch.setattr(hopper_attention, name, OnCpu(getattr(hopper_attention, name)))
-    monkeypatch.setattr(hopper_heads, "_linear_heads", OnCpu(hopper_heads._linear_heads))
-    monkeypatch.setattr(hopper_heads, "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(hopper_attention, "shared_memory", lambda device: HOPPER)
+    for module, name in (
+        (hopper_attention, "_attention"),
+        (hopper_gradient, "_attention_gradient"),
+        (hopper_heads, "_linear_heads"),
+    ):
+        monkeypatch.setattr(module, name, OnCpu(getattr(module, name)))
+    for module in (hopper_heads, hopper_attention):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
+    for module in (hopper_attention, hopper_gradient):
+        monkeypatch.setattr(module, "shared_memory", lambda device: HOPPER)
+    hopper_attention._stages.cache_clear()
+
+
+def attention_of(qkv, pairs):
+    return hopper_attention.attention_forward(*qkv.unbind(0 if pairs else 2), pairs=pairs)
 
 
 def in_pairs(x):
@@ -56,15 +66,69 @@ def test_attention_and_its_gradient(length, pairs):
     if pairs:
         q, k, v, dout = (in_pairs(x) for x in (q, k, v, dout))
     qkv = torch.stack([q, k, v], dim=0 if pairs else 2)
-    out, logs = hopper_attention.attention_forward(qkv, pairs=pairs)
+    out, logs = attention_of(qkv, pairs)
     torch.testing.assert_close(logs, (scores.logsumexp(-1) / math.log(2)).float(), rtol=1e-4, atol=1e-4)
-    grads = hopper_attention.attention_backward(dout, qkv, out, logs, pairs=pairs)
+    grads = hopper_gradient.attention_backward(dout, qkv, out, logs, pairs=pairs)
     results = out, *grads.unbind(0 if pairs else 2)
     for found, exact in zip(results, (expected, *gradients), strict=True):
         found = in_pieces(found) if pairs else found
         exact = exact.detach().transpose(1, 2).float()
         largest = exact.abs().max().item()
         torch.testing.assert_close(found.float(), exact, rtol=2e-2, atol=1e-2 * largest + 1e-5)
+
+
+@pytest.mark.parametrize("dim", [104, 112])
+@pytest.mark.parametrize("length", [1, 64, 65, 100, 150])
+def test_attention_of_large_heads(length, dim):
+    """Of which only a part of a last tile exists, and of the next head nothing is seen or overwritten."""
+    generator = torch.Generator().manual_seed(length)
+    qkv = torch.randn(3, length, 3, 5, dim, generator=generator).mul(2).bfloat16()
+    q, k, v = (x.double().transpose(1, 2) for x in qkv.unbind(2))
+    scores = q @ k.mT / dim**0.5
+    out, logs = attention_of(qkv, pairs=False)
+    torch.testing.assert_close(logs, (scores.logsumexp(-1) / math.log(2)).float(), rtol=1e-4, atol=1e-4)
+    expected = (scores.softmax(-1) @ v).transpose(1, 2).float()
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=1e-2 * expected.abs().max().item())
+
+
+def test_octic_attention_without_gradients_takes_them(monkeypatch):
+    """For large heads, in batches of which short ones keep PyTorch's operator."""
+    monkeypatch.setattr(attention, "fused", lambda *_: True)
+    monkeypatch.setattr(attention, "_reads_packed", lambda *_: False)
+    monkeypatch.setattr(attention, "_fits_whole_heads", lambda *_: False)
+    monkeypatch.setattr(hopper, "takes_attention", lambda q, graded: not graded and q.shape[1] > 64)
+    calls, forward = [], hopper_attention.attention_forward
+    monkeypatch.setattr(
+        hopper_attention, "attention_forward", lambda *a, **k: calls.append(a[0].shape) or forward(*a, **k)
+    )
+    torch.manual_seed(0)
+    heads, shapes, layout = 2, ((2, 70), (3, 5)), Layout(3 * 208)
+    qkv, bias = torch.randn(155, 3 * 208).half(), torch.randn(3 * 26).half()
+
+    def operator(qkv, bias):
+        return attention.octic_attention(qkv, heads, layout, bias, shapes=shapes)
+
+    expected = attention.definition(qkv.double(), heads, layout, bias.double(), shapes=shapes)
+    with torch.no_grad():
+        torch.testing.assert_close(operator(qkv, bias).double(), expected, rtol=1e-2, atol=1e-2)
+    assert calls == [(2, 70, 2, 104)]
+    operator(qkv.requires_grad_(), bias)
+    assert len(calls) == 1
+
+
+def test_attention_of_heads_can_be_compiled(monkeypatch):
+    monkeypatch.setattr(hopper, "takes_attention", lambda q, graded: True)
+    q, k, v = torch.randn(3, 2, 70, 2, 104).half()
+    compiled = torch.compile(attention._attend, backend="aot_eager", fullgraph=True)
+    expected = attention.attend(q.double(), k.double(), v.double())
+    torch.testing.assert_close(compiled(q, k, v, 0.0).double(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_flops_of_attention_of_heads_are_counted():
+    q, k, v = (torch.empty(2, 70, 2, 104, dtype=torch.half, device="meta") for _ in range(3))
+    with FlopCounterMode(display=False) as counter:
+        attention._attention_of_heads(q, k, v)
+    assert counter.get_total_flops() == 2 * 2 * (2 * 70**2) * 208
 
 
 def test_what_is_not_finite_stays_in_its_sequence():
@@ -77,8 +141,8 @@ def test_what_is_not_finite_stays_in_its_sequence():
     results = []
     for bad in (0.0, float("nan")):
         qkv, grad = (torch.cat([x[:1], x[1:] + bad]) for x in (features, dout))
-        out, logs = hopper_attention.attention_forward(qkv, pairs=False)
-        dqkv = hopper_attention.attention_backward(grad, qkv, out, logs, pairs=False)
+        out, logs = attention_of(qkv, pairs=False)
+        dqkv = hopper_gradient.attention_backward(grad, qkv, out, logs, pairs=False)
         assert out[1].isfinite().all() == (bad == 0.0)
         results.append([out[0], dqkv[0]])
     for clean, found in zip(*results, strict=True):
@@ -125,7 +189,7 @@ def test_the_operator_takes_batches_long_and_short(shapes, biased, compiled):
 def test_a_standard_block_takes_them(compiled, monkeypatch):
     """Its attention is that of PyTorch's operator, for packed sequences too, of which short ones keep it."""
     monkeypatch.setattr(standard, "fused", lambda *_: True)
-    monkeypatch.setattr(hopper, "takes_attention", lambda qkv: qkv.shape[1] > 64)
+    monkeypatch.setattr(hopper, "takes_attention", lambda q, graded: graded and q.shape[1] > 64)
     calls, forward = [], hopper_attention.attention_forward
     monkeypatch.setattr(
         hopper_attention, "attention_forward", lambda *a, **k: calls.append(a[0].shape) or forward(*a, **k)
@@ -143,7 +207,7 @@ def test_a_standard_block_takes_them(compiled, monkeypatch):
     leaf = x.clone().requires_grad_()
     out = (torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours)(leaf)
     out.backward(torch.cat([grad[:140], grad]))
-    assert calls == 2 * [(2, 70, 3, 2, 80)]
+    assert calls == 2 * [(2, 70, 2, 80)]
     exact = x.double().requires_grad_()
     batches = [theirs(batch).flatten(0, 1) for batch in unpack(exact, shapes)]
     expected = torch.cat([batches[0], *batches])
@@ -166,29 +230,40 @@ def test_flops_of_standard_attention_are_counted():
 
 
 def test_standard_attention_is_for_many_long_sequences(monkeypatch):
-    monkeypatch.setattr(hopper, "_most_tokens", lambda device, dtype, dim: 320 if dim == 80 else 0)
+    monkeypatch.setattr(hopper, "_most_tokens", lambda device, dtype, dim, graded: 320 if dim == 80 else 0)
 
     def takes(number, length, heads=16, dim=80):
-        qkv = SimpleNamespace(is_cuda=True, device=None, dtype=None, shape=(number, length, 3, heads, dim))
-        qkv.numel = lambda: math.prod(qkv.shape)
-        return hopper.takes_attention(qkv)
+        q = SimpleNamespace(is_cuda=True, device=None, dtype=None, shape=(number, length, heads, dim))
+        q.numel = lambda: math.prod(q.shape)
+        return hopper.takes_attention(q, graded=True)
 
     assert takes(64, 257)
     assert not any([takes(8, 257), takes(64, 325), takes(360, 64), takes(64, 257, 20, 64)])
 
 
-def test_they_are_for_heads_of_80_and_what_fits_into_shared_memory():
-    def most(dim, dtype=torch.bfloat16):
-        return hopper_attention.most_tokens(torch.device("cuda"), dtype, dim)
+def test_they_are_for_some_heads_and_what_fits_into_shared_memory(monkeypatch):
+    monkeypatch.setattr(hopper, "_is_known", lambda device: True)
 
-    assert [most(80), most(80, torch.float16), most(64), most(80, torch.float32)] == [320, 320, 0, 0]
+    def most(dim, graded, dtype=torch.bfloat16):
+        return hopper._most_tokens(torch.device("cuda"), dtype, dim, graded)
+
+    assert [most(80, True), most(80, True, torch.float16), most(64, True), most(104, True)] == [
+        320,
+        320,
+        0,
+        0,
+    ]
+    assert [most(80, False), most(104, False), most(112, False), most(64, False)] == [576, 448, 448, 0]
+    assert not most(80, False, torch.float32)
 
 
 def test_a_model_can_be_compiled_for_any_number_of_tokens(monkeypatch):
     monkeypatch.setattr(hopper, "_is_known", lambda device: True)
 
     def choose(x):
-        return x + 1 if x.shape[0] <= hopper._most_tokens(torch.device("cuda"), torch.bfloat16, 80) else x
+        return (
+            x + 1 if x.shape[0] <= hopper._most_tokens(torch.device("cuda"), torch.bfloat16, 80, True) else x
+        )
 
     compiled = torch.compile(choose, backend="eager", fullgraph=True, dynamic=True)
     assert [compiled(torch.zeros(tokens))[0].item() for tokens in (257, 197, 321)] == [1, 1, 0]

@@ -70,7 +70,25 @@ def octic_attention(
     else:
         features = _split_heads(qkv, bias, heads, numbers, lengths)
         batches = zip(features[::3], features[1::3], features[2::3], strict=True)
-    return _merge_heads([attend(*batch, dropout=dropout) for batch in batches])
+    return _merge_heads([_attend(*batch, dropout) for batch in batches])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Attention of heads [B, N, H, D]."""
+    if not dropout and not needs_grad(q, k, v) and hopper.takes_attention(q, graded=False):
+        return _attention_of_heads(q, k, v)
+    return attend(q, k, v, dropout=dropout)
+
+
+@closed_operator("octic_attention_of_heads")
+def _attention_of_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = hopper.attention_kernels().attention_forward(q, k, v, pairs=False)[0]
+    return out
+
+
+@_attention_of_heads.register_fake
+def _(q, k, v):
+    return q.new_empty(q.shape)
 
 
 def takes_self_attention(x: Tensor, heads: int, group: DihedralGroup, shapes: Shapes | None = None) -> bool:
@@ -397,7 +415,7 @@ def _head_attention(
             kept.append(qkv)
         else:
             qkv = hopper.heads_kernels().linear_heads(x[tokens], weight_1, weight_2, bias).unflatten(1, shape)
-            result, logs = hopper.attention_kernels().attention_forward(qkv, pairs=True)
+            result, logs = hopper.attention_kernels().attention_forward(*qkv, pairs=True)
             to_packed([result], out, origin, pairs=True)
             kept += [qkv, result, logs]
     return [out, *kept]
@@ -436,7 +454,7 @@ def _heads_grad(
         else:
             (dout,) = to_heads(grad, heads, 1, None, shape, origin, pairs=True)
             qkv, result, logs = (next(left) for _ in range(3))
-            grads = hopper.attention_kernels().attention_backward(dout, qkv, result, logs, pairs=True)
+            grads = hopper.gradient_kernels().attention_backward(dout, qkv, result, logs, pairs=True)
             to_packed([*grads], grad_qkv, origin, pairs=True)
     return grad_qkv
 
@@ -497,6 +515,12 @@ def _attention_flops(qkv, bias, heads, numbers, lengths, **__):
 def _self_attention_flops(x, weight_1, weight_2, bias, heads, numbers, lengths, **__):
     _, rows, columns = weight_1
     return 2 * x[0] * 12 * rows * columns + 4 * _pairs(numbers, lengths) * x[1]
+
+
+@register_flop_formula(_ops.octic_attention_of_heads)
+def _attention_of_heads_flops(q, *_, **__):
+    number, length, heads, dim = q
+    return 4 * number * length**2 * heads * dim
 
 
 @register_flop_formula(_ops.octic_self_attention_qkv_grad)

@@ -30,20 +30,20 @@ def takes(x: Tensor, width: int) -> bool:
 
 
 def takes_heads(x: Tensor, heads: int, tokens: int) -> bool:
-    """Whether there are kernels for a linear map of x to q, k and v, and for attention over so many tokens."""
+    """Whether there are kernels for a linear map of x to q, k, v, for attention of so many tokens, and gradients."""
     if not x.is_cuda:
         return False
     dtype, channels = product_dtype(x.device) or x.dtype, x.shape[-1]
     if not _takes("hopper_heads", x.device, dtype, channels, heads):
         return False
-    return tokens <= _most_tokens(x.device, dtype, channels // heads)
+    return tokens <= _most_tokens(x.device, dtype, channels // heads, True)
 
 
-def takes_attention(qkv: Tensor) -> bool:
-    """Whether kernels take attention of qkv [B, N, 3, H, D]: many long sequences."""
-    if not qkv.is_cuda or not are_many(qkv.numel() // 3):
+def takes_attention(q: Tensor, *, graded: bool) -> bool:
+    """Whether kernels take attention of q, k, v [B, N, H, D], `graded` with its gradient: many long sequences."""
+    if not q.is_cuda or not are_many(q.numel()):
         return False
-    return FEW_TOKENS < qkv.shape[1] <= _most_tokens(qkv.device, qkv.dtype, qkv.shape[4])
+    return FEW_TOKENS < q.shape[1] <= _most_tokens(q.device, q.dtype, q.shape[3], graded)
 
 
 def are_many(entries: int) -> bool:
@@ -97,8 +97,13 @@ def gelu_kernels() -> ModuleType:
 
 
 def attention_kernels() -> ModuleType:
-    """The kernels for attention of a whole head."""
+    """The kernel for attention."""
     return _module("hopper_attention")
+
+
+def gradient_kernels() -> ModuleType:
+    """The kernel for the gradient of attention."""
+    return _module("hopper_gradient")
 
 
 def heads_kernels() -> ModuleType:
@@ -117,9 +122,11 @@ def _takes(kernel: str, device: torch.device, dtype: torch.dtype, channels: int,
 
 
 @torch.compiler.assume_constant_result
-def _most_tokens(device: torch.device, dtype: torch.dtype, dim: int) -> int:
-    most: int = attention_kernels().most_tokens(device, dtype, dim) if _is_known(device) else 0
-    return most
+def _most_tokens(device: torch.device, dtype: torch.dtype, dim: int, graded: bool) -> int:
+    if not _is_known(device):
+        return 0
+    needed = (attention_kernels(), gradient_kernels()) if graded else (attention_kernels(),)
+    return min(kernel.most_tokens(device, dtype, dim) for kernel in needed)
 
 
 @cache

@@ -1,6 +1,7 @@
 """Attention of standard blocks, whose linear map leaves q, k and v of a token side by side.
 
-On NVIDIA's Hopper heads of 80, those of ViT-H, have kernels of their own: PyTorch's round them up to 128 entries.
+On NVIDIA's Hopper heads of 80, and without gradients those of 104 and 112, have kernels of their own: PyTorch's round
+them up to 128 entries.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from torch.utils.flop_counter import register_flop_formula
 
 from quickvit.group import D8
 from quickvit.ops import hopper
-from quickvit.ops.backend import fused
+from quickvit.ops.backend import fused, needs_grad
 from quickvit.ops.operator import closed_operator
 from quickvit.ops.packing import attend
 
 
 def attention(qkv: Tensor, *, dropout: float = 0.0) -> Tensor:
     """softmax(q kᵀ / √D) v for every head, [B, N, 3, H, D] → [B, N, H, D]."""
-    if not dropout and fused(qkv, D8) and hopper.takes_attention(qkv):
+    if not dropout and fused(qkv, D8) and hopper.takes_attention(qkv[:, :, 0], graded=needs_grad(qkv)):
         return _attention(qkv)[0]
     # Unpacked by iteration: of that a compiled graph writes the gradient once, of unbind twice.
     q, k, v = qkv.permute(2, 0, 1, 3, 4)
@@ -28,9 +29,7 @@ def attention(qkv: Tensor, *, dropout: float = 0.0) -> Tensor:
 @closed_operator("head_attention")
 def _attention(qkv: Tensor) -> tuple[Tensor, Tensor]:
     """The result, and for the gradient the logarithms of sums [B, H, N]."""
-    result: tuple[Tensor, Tensor] = hopper.attention_kernels().attention_forward(
-        qkv.contiguous(), pairs=False
-    )
+    result: tuple[Tensor, Tensor] = hopper.attention_kernels().attention_forward(*qkv.unbind(2), pairs=False)
     return result
 
 
@@ -44,7 +43,7 @@ def _(qkv):
 @closed_operator("head_attention_grad")
 def _attention_grad(grad: Tensor, qkv: Tensor, out: Tensor, logs: Tensor) -> Tensor:
     """The gradient of q, k and v, as they lie."""
-    result: Tensor = hopper.attention_kernels().attention_backward(
+    result: Tensor = hopper.gradient_kernels().attention_backward(
         grad, qkv.contiguous(), out, logs, pairs=False
     )
     return result
