@@ -232,7 +232,8 @@ def test_the_performance_page_adds_up_what_is_left_to_gain():
     fused, narrow, attention, norms = ([f"{us:.0f}" for us in pair] for pair in zip(*above, strict=True))
     for words in (
         f"would take {best[0]:.0f} µs at L/16 and {best[1]:.0f} at H/14, {ratios[0]:.1f} and {ratios[1]:.1f} times",
-        f"blocks take {whole[0]:.0f} and {whole[1]:.0f} µs, {taken[0]:.0f} and {taken[1]:.0f} of them",
+        f"blocks take {whole[0]:.0f} and {whole[1]:.0f} µs; the operators",
+        f"add up to {taken[0]:.0f} and {taken[1]:.0f}",
         f"fc1 + GELU ({fused[0]} and {fused[1]} µs), proj and fc2 ({narrow[0]} and {narrow[1]})",
         f"qkv and attention ({attention[0]} and {attention[1]}, ",
         f"norms ({norms[0]} and {norms[1]})",
