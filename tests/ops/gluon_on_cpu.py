@@ -2,16 +2,18 @@
 
 A kernel's Python runs as it is, each of its groups of warps in a thread. What is asynchronous on the GPU is done at
 the moment that is worst for a kernel that forgets to wait: products and stores read shared memory only when they are
-waited for, loads write at once or a little later.
+waited for, left operands reach registers only when a product needs them, loads write at once or a little later.
 """
 
 import random
 import threading
 import time
 import types
+from functools import cached_property
 from types import SimpleNamespace
 
 import torch
+from triton.experimental.gluon.language import DotOperandLayout
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
@@ -70,10 +72,21 @@ class Memory:
         return Memory(pairs.transpose(1, 2).reshape(shape))
 
     def load(self, layout):
-        return self.data.clone()
+        return Operand(self.data) if isinstance(layout, DotOperandLayout) else self.data.clone()
 
     def store(self, value):
         self.data.copy_(value)
+
+
+class Operand:
+    """A left operand that is on its way from shared memory to registers until a product needs it."""
+
+    def __init__(self, memory):
+        self.memory, self.shape = memory, memory.shape
+
+    @cached_property
+    def data(self):
+        return self.memory.clone()
 
 
 class Barriers(list):
