@@ -65,12 +65,17 @@ def _place(ring, chunk):
 
 
 @gluon.jit
-def _begin(rows, ring, chunk, comes, COLUMNS: gl.constexpr):
-    """The product of queries with a block of keys begins; a group that comes to it for the first time waits for it."""
-    place, phase = _place(ring, chunk)
+def _await(ring, chunk, comes):
+    """A group that comes to a block for the first time waits for it."""
     if comes:
+        place, phase = _place(ring, chunk)
         mbarrier.wait(ring[1].index(place), phase)
-    return begin_scores(for_columns(rows, COLUMNS), ring[0][0], place, COLUMNS)
+
+
+@gluon.jit
+def _begin(rows, ring, chunk, COLUMNS: gl.constexpr):
+    """The product of queries with a block of keys begins."""
+    return begin_scores(for_columns(rows, COLUMNS), ring[0][0], _place(ring, chunk)[0], COLUMNS)
 
 
 @gluon.jit
@@ -87,15 +92,20 @@ def _free(ring, chunk, leaves):
 
 
 @gluon.jit
-def _step(rows, ring, chunk, state, comes, leaves, block, N, COLUMNS: gl.constexpr, SCALE: gl.constexpr):
-    """The weights of a block of keys, and Σ weights · v of all blocks before; N says where keys end, if they may."""
+def _step(rows, ring, chunk, following, state, comes, leaves, N, COLUMNS: gl.constexpr, SCALE: gl.constexpr):
+    """The weights of a block of keys, while those of the block before are multiplied with their values and added.
+
+    N says where keys end, if they may.
+    """
     weight, largest, total, sums = state
-    score = _begin(rows, ring, chunk, comes, COLUMNS)
+    score = _begin(rows, ring, chunk, COLUMNS)
     sums = _add(weight, ring, chunk - 1, sums)
     score = warpgroup_mma_wait(len(sums), deps=(score,))
     if N is not None:
-        score = without(score, block, N)
+        score = without(score, N)
     weight, largest, total, shrink = _weigh(score, largest, total, SCALE)
+    # Without the branch in it the compiler would wait for all products before it computes weights.
+    _await(ring, following, comes)
     sums = warpgroup_mma_wait(0, deps=sums)
     _free(ring, chunk - 1, leaves)
     return weight.to(ring[0][0][0].dtype), largest, total, times(sums, shrink)
@@ -129,12 +139,13 @@ def _compute(
             mbarrier.wait(queries[1].index(GROUP), turn & 1)
             turn += 1
             rows = in_registers(queries[0][0], GROUP)
-            score = _begin(rows, ring, chunk, comes, SIDE if BLOCKS > 1 else TAIL)
+            _await(ring, chunk, comes)
+            score = _begin(rows, ring, chunk, SIDE if BLOCKS > 1 else TAIL)
             score = warpgroup_mma_wait(0, deps=(score,))
             # Not before a product had them: a load may still be on its way when others already know of it.
             mbarrier.arrive(queries[2].index(GROUP), count=1)
             if BLOCKS == 1:
-                score = without(score, 0, N)
+                score = without(score, N)
             largest = gl.full((SIDE,), -float("inf"), gl.float32, layout=line)
             total = gl.zeros((SIDE,), gl.float32, layout=line)
             weight, largest, total, _ = _weigh(score, largest, total, SCALE)
@@ -142,11 +153,14 @@ def _compute(
             for part in gl.static_range(len(rows)):
                 sums += (nothing(rows[part].shape[1]),)
             state = weight.to(ring[0][0][0].dtype), largest, total, sums
-            for other in range(1, BLOCKS - 1):
-                state = _step(rows, ring, chunk + other, state, comes, leaves, other, None, SIDE, SCALE)
             end = chunk + BLOCKS - 1
             if BLOCKS > 1:
-                state = _step(rows, ring, end, state, comes, leaves, BLOCKS - 1, N, TAIL, SCALE)
+                _await(ring, chunk + 1, comes)
+                for other in range(chunk + 1, end):
+                    state = _step(rows, ring, other, other + 1, state, comes, leaves, None, SIDE, SCALE)
+                state = _step(
+                    rows, ring, end, end, state, comes, leaves, N - (BLOCKS - 1) * SIDE, TAIL, SCALE
+                )
             weights, largest, total, sums = state
             sums = warpgroup_mma_wait(0, deps=_add(weights, ring, end, sums))
             _free(ring, end, leaves)
@@ -156,10 +170,9 @@ def _compute(
             put(out + place, times(sums, 1 / total), block, N, DIM, HEADS * DIM, PAIRS)
         if begin >= BLOCKS:
             # Nothing to do: but a barrier knows of two phases only, so nobody may be far ahead.
-            for other in range(BLOCKS):
-                place, phase = _place(ring, chunk + other)
-                mbarrier.wait(ring[1].index(place), phase)
-                _free(ring, chunk + other, True)
+            for other in range(chunk, chunk + BLOCKS):
+                _await(ring, other, True)
+                _free(ring, other, True)
 
 
 @gluon.jit
