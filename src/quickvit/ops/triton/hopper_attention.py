@@ -2,9 +2,9 @@
 
     o_i = Σ_j P_ij v_j,    P = softmax(S),    S = q kᵀ / √D
 
-A program takes a range of heads. One warp loads blocks of 64 tokens of k and v into a ring that has room for all of a
-head and for some of the next; another one loads queries. Groups of four warps take blocks of queries in turns, and
-give a block of k and v free with the last queries of theirs. The last block of keys is cut to TAIL.
+A program takes a range of heads. One warp loads blocks of 64 tokens of k and v, in turns, into a ring that has room
+for all of a head and for some of the next; another one loads queries. Groups of four warps take blocks of queries in
+turns, and give a block of k or v free with the last queries of theirs. The last block of keys is cut to TAIL.
 """
 
 from functools import cache
@@ -58,57 +58,49 @@ def _weigh(score, largest, total, SCALE: gl.constexpr):
 
 
 @gluon.jit
-def _place(ring, chunk):
-    """Where in a ring a block is, and the phase of its barriers."""
-    PLACES: gl.constexpr = ring[1].shape[0]
-    return chunk % PLACES, chunk // PLACES & 1
+def _filled(ring, number):
+    """Where in the ring a block is, once it is there."""
+    full = ring[1]
+    STAGES: gl.constexpr = full.shape[0]
+    stage = number % STAGES
+    mbarrier.wait(full.index(stage), number // STAGES & 1)
+    return stage
 
 
 @gluon.jit
-def _await(ring, chunk, comes):
-    """A group that comes to a block for the first time waits for it."""
-    if comes:
-        place, phase = _place(ring, chunk)
-        mbarrier.wait(ring[1].index(place), phase)
+def _free(ring, stage, leaves):
+    """A group needs a block no longer, if it leaves."""
+    mbarrier.arrive(ring[2].index(stage), count=1, pred=leaves)
 
 
 @gluon.jit
-def _begin(rows, ring, chunk, COLUMNS: gl.constexpr):
-    """The product of queries with a block of keys begins."""
-    return begin_scores(for_columns(rows, COLUMNS), ring[0][0], _place(ring, chunk)[0], COLUMNS)
+def _begin(rows, ring, number, COLUMNS: gl.constexpr):
+    """The product of queries with a block of keys begins; where that is."""
+    stage = _filled(ring, number)
+    return begin_scores(for_columns(rows, COLUMNS), ring[0], stage, COLUMNS), stage
 
 
 @gluon.jit
-def _add(weight, ring, chunk, sums):
-    """The product of weights with a block of values begins to be added."""
-    return begin_sums(weight, ring[0][1], _place(ring, chunk)[0], sums)
+def _add(weight, ring, number, sums):
+    """The product of weights with a block of values begins to be added; where that is."""
+    stage = _filled(ring, number)
+    return begin_sums(weight, ring[0], stage, sums), stage
 
 
 @gluon.jit
-def _free(ring, chunk, leaves):
-    """A group has no more queries for a block."""
-    if leaves:
-        mbarrier.arrive(ring[2].index(_place(ring, chunk)[0]), count=1)
-
-
-@gluon.jit
-def _step(rows, ring, chunk, following, state, comes, leaves, N, COLUMNS: gl.constexpr, SCALE: gl.constexpr):
-    """The weights of a block of keys, while those of the block before are multiplied with their values and added.
-
-    N says where keys end, if they may.
-    """
+def _step(rows, ring, number, state, leaves, chunk, N, COLUMNS: gl.constexpr, SCALE: gl.constexpr):
+    """The weights of a block of keys, and Σ weights · v of all blocks before; N says where keys end, if they may."""
     weight, largest, total, sums = state
-    score = _begin(rows, ring, chunk, COLUMNS)
-    sums = _add(weight, ring, chunk - 1, sums)
+    score, keys = _begin(rows, ring, number, COLUMNS)
+    sums, values = _add(weight, ring, number - 1, sums)
     score = warpgroup_mma_wait(len(sums), deps=(score,))
+    _free(ring, keys, leaves)
     if N is not None:
-        score = without(score, N)
+        score = without(score, chunk, N)
     weight, largest, total, shrink = _weigh(score, largest, total, SCALE)
-    # Without the branch in it the compiler would wait for all products before it computes weights.
-    _await(ring, following, comes)
     sums = warpgroup_mma_wait(0, deps=sums)
-    _free(ring, chunk - 1, leaves)
-    return weight.to(ring[0][0][0].dtype), largest, total, times(sums, shrink)
+    _free(ring, values, leaves)
+    return weight.to(ring[0][0].dtype), largest, total, times(sums, shrink)
 
 
 @gluon.jit
@@ -131,87 +123,95 @@ def _compute(
     first, last = share(items)
     turn = 0
     for item in range(first, last):
-        chunk = (item - first) * BLOCKS
-        begin = (GROUP + GROUPS - chunk % GROUPS) % GROUPS
+        before = (item - first) * BLOCKS
+        number = 2 * before
+        begin = (GROUP + GROUPS - before % GROUPS) % GROUPS
         for block in range(begin, BLOCKS, GROUPS):
-            # Whether these are the first and the last queries of the group for this head.
-            comes, leaves = block == begin, block + GROUPS >= BLOCKS
+            # With its last queries a group gives free what they are multiplied with.
+            leaves = block + GROUPS >= BLOCKS
             mbarrier.wait(queries[1].index(GROUP), turn & 1)
             turn += 1
-            rows = in_registers(queries[0][0], GROUP)
-            _await(ring, chunk, comes)
-            score = _begin(rows, ring, chunk, SIDE if BLOCKS > 1 else TAIL)
+            rows = in_registers(queries[0], GROUP)
+            score, keys = _begin(rows, ring, number, SIDE if BLOCKS > 1 else TAIL)
             score = warpgroup_mma_wait(0, deps=(score,))
+            _free(ring, keys, leaves)
             # Not before a product had them: a load may still be on its way when others already know of it.
             mbarrier.arrive(queries[2].index(GROUP), count=1)
             if BLOCKS == 1:
-                score = without(score, N)
+                score = without(score, 0, N)
             largest = gl.full((SIDE,), -float("inf"), gl.float32, layout=line)
             total = gl.zeros((SIDE,), gl.float32, layout=line)
             weight, largest, total, _ = _weigh(score, largest, total, SCALE)
             sums = ()
             for part in gl.static_range(len(rows)):
                 sums += (nothing(rows[part].shape[1]),)
-            state = weight.to(ring[0][0][0].dtype), largest, total, sums
-            end = chunk + BLOCKS - 1
+            state = weight.to(ring[0][0].dtype), largest, total, sums
+            for chunk in range(1, BLOCKS - 1):
+                state = _step(rows, ring, number + 2 * chunk, state, leaves, chunk, None, SIDE, SCALE)
+            end = number + 2 * BLOCKS
             if BLOCKS > 1:
-                _await(ring, chunk + 1, comes)
-                for other in range(chunk + 1, end):
-                    state = _step(rows, ring, other, other + 1, state, comes, leaves, None, SIDE, SCALE)
-                state = _step(
-                    rows, ring, end, end, state, comes, leaves, N - (BLOCKS - 1) * SIDE, TAIL, SCALE
-                )
+                state = _step(rows, ring, end - 2, state, leaves, BLOCKS - 1, N, TAIL, SCALE)
             weights, largest, total, sums = state
-            sums = warpgroup_mma_wait(0, deps=_add(weights, ring, end, sums))
-            _free(ring, end, leaves)
+            sums, values = _add(weights, ring, end - 1, sums)
+            sums = warpgroup_mma_wait(0, deps=sums)
+            _free(ring, values, leaves)
             token = tokens_of(block, SIDE)
             gl.store(logs + item * N + token, largest + gl.log2(total), mask=token < N)
             place = gl.cast(item // HEADS * N, gl.int64) * (HEADS * DIM) + item % HEADS * DIM
             put(out + place, times(sums, 1 / total), block, N, DIM, HEADS * DIM, PAIRS)
         if begin >= BLOCKS:
             # Nothing to do: but a barrier knows of two phases only, so nobody may be far ahead.
-            for other in range(chunk, chunk + BLOCKS):
-                _await(ring, other, True)
-                _free(ring, other, True)
+            for offset in range(2 * BLOCKS):
+                _free(ring, _filled(ring, number + offset), True)
 
 
 @gluon.jit
-def _load(features, ring, items, BLOCKS: gl.constexpr, HEADS: gl.constexpr):
-    """One block of some features after the other, of one head after the other."""
-    memory, full, empty = ring
+def _fill(boxes, ring, number, item, block, HEADS: gl.constexpr):
+    """A block begins to be loaded to the next place of a ring, once that is free."""
+    parts, full, empty = ring
+    PLACES: gl.constexpr = full.shape[0]
+    place = number % PLACES
+    mbarrier.wait(empty.index(place), (number // PLACES & 1) ^ 1)
+    mbarrier.expect(full.index(place), columns_of(parts, len(parts)) * SIDE * 2)
+    load(boxes, parts, place, full.index(place), item, block, HEADS)
+
+
+@gluon.jit
+def _load_keys(keys, values, ring, items, BLOCKS: gl.constexpr, HEADS: gl.constexpr):
+    """Blocks of keys and values, in turns, of one head after the other."""
     first, last = share(items)
-    chunk = 0
+    number = 0
     for item in range(first, last):
         for block in range(BLOCKS):
-            place, phase = _place(ring, chunk)
-            mbarrier.wait(empty.index(place), phase ^ 1)
-            mbarrier.expect(full.index(place), len(memory) * columns_of(memory[0], len(memory[0])) * SIDE * 2)
-            for feature in gl.static_range(len(memory)):
-                load(features[feature], memory[feature], place, full.index(place), item, block, HEADS)
-            chunk += 1
+            _fill(keys, ring, number, item, block, HEADS)
+            _fill(values, ring, number + 1, item, block, HEADS)
+            number += 2
 
 
 @gluon.jit
-def _new(features, PLACES: gl.constexpr, READERS: gl.constexpr):
-    """A ring for so many blocks of some features, each of which so many groups of warps read: memory and barriers."""
+def _load_queries(boxes, queries, items, BLOCKS: gl.constexpr, HEADS: gl.constexpr):
+    """One block of queries after the other, for one group after the other."""
+    first, last = share(items)
+    number = 0
+    for item in range(first, last):
+        for block in range(BLOCKS):
+            _fill(boxes, queries, number, item, block, HEADS)
+            number += 1
+
+
+@gluon.jit
+def _new(boxes, COUNT: gl.constexpr, READERS: gl.constexpr):
+    """Shared memory for so many blocks of tokens, each of which so many groups of warps read, and its barriers."""
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    memory = ()
-    for feature in gl.static_range(len(features)):
-        memory += (_parts(features[feature], PLACES),)
-    full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], barrier)
-    for place in gl.static_range(PLACES):
-        mbarrier.init(full.index(place), count=1)
-        mbarrier.init(empty.index(place), count=READERS)
-    return memory, full, empty
-
-
-@gluon.jit
-def _parts(boxes, PLACES: gl.constexpr):
     parts = ()
     for part in gl.static_range(len(boxes)):
-        parts += (allocate(boxes[part], PLACES),)
-    return parts
+        parts += (allocate(boxes[part], COUNT),)
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], barrier)
+    for place in gl.static_range(COUNT):
+        mbarrier.init(full.index(place), count=1)
+        mbarrier.init(empty.index(place), count=READERS)
+    return parts, full, empty
 
 
 @gluon.jit
@@ -238,7 +238,7 @@ def _attention(
     logs,
     items,
     N,
-    PLACES: gl.constexpr,
+    STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
     BLOCKS: gl.constexpr,
     TAIL: gl.constexpr,
@@ -249,16 +249,16 @@ def _attention(
 ):
     """The results of so many heads, and log2 Σ_j exp2(S)."""
     q, k, v = _given(q_one, q_two, q_three), _given(k_one, k_two, k_three), _given(v_one, v_two, v_three)
-    # Each group has a place for its queries.
-    queries, ring = _new((q,), GROUPS, 1), _new((k, v), PLACES, GROUPS)
+    queries = _new(q, GROUPS, 1)
+    ring = _new(k, STAGES, GROUPS)
     features = queries, ring, out, logs
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_compute, (features, items, N, 0, GROUPS, BLOCKS, TAIL, HEADS, DIM, PAIRS)),
                 (_compute, (features, items, N, 1, GROUPS, BLOCKS, TAIL, HEADS, DIM, PAIRS)),
-                (_load, ((k, v), ring, items, BLOCKS, HEADS)),
-                (_load, ((q,), queries, items, BLOCKS, HEADS)),
+                (_load_keys, (k, v, ring, items, BLOCKS, HEADS)),
+                (_load_queries, (q, queries, items, BLOCKS, HEADS)),
             ],
             [4, 1, 1],
             [REGISTERS, _FEW, _FEW],
@@ -269,8 +269,8 @@ def _attention(
                 (_compute, (features, items, N, 0, GROUPS, BLOCKS, TAIL, HEADS, DIM, PAIRS)),
                 (_compute, (features, items, N, 1, GROUPS, BLOCKS, TAIL, HEADS, DIM, PAIRS)),
                 (_compute, (features, items, N, 2, GROUPS, BLOCKS, TAIL, HEADS, DIM, PAIRS)),
-                (_load, ((k, v), ring, items, BLOCKS, HEADS)),
-                (_load, ((q,), queries, items, BLOCKS, HEADS)),
+                (_load_keys, (k, v, ring, items, BLOCKS, HEADS)),
+                (_load_queries, (q, queries, items, BLOCKS, HEADS)),
             ],
             [4, 4, 1, 1],
             [REGISTERS, REGISTERS, _FEW, _FEW],
@@ -278,9 +278,9 @@ def _attention(
 
 
 @cache
-def _places(device: torch.device, dim: int) -> int:
-    """How many blocks of keys and values there is room for beside the queries."""
-    return ((shared_memory(device) - 1024) // (64 * 2 * sum(PARTS[dim])) - GROUPS[dim]) // 2
+def _stages(device: torch.device, dim: int) -> int:
+    """How many blocks of keys or values there is room for beside the queries."""
+    return (shared_memory(device) - 1024) // (64 * 2 * sum(PARTS[dim])) - GROUPS[dim]
 
 
 @cache
@@ -288,7 +288,7 @@ def most_tokens(device: torch.device, dtype: torch.dtype, dim: int) -> int:
     """Sequences of how many tokens there is room for with heads of this size, 0 without kernels for them."""
     if dim not in PARTS or dtype.itemsize != 2:
         return 0
-    return _places(device, dim) * 64
+    return _stages(device, dim) // 2 * 64
 
 
 def attention_forward(
@@ -309,7 +309,7 @@ def attention_forward(
                 logs,
                 items,
                 length,
-                PLACES=_places(q.device, dim),
+                STAGES=_stages(q.device, dim),
                 GROUPS=groups,
                 **block_sizes(length),
                 HEADS=heads,

@@ -96,7 +96,7 @@ def _add_to_dq(dq, rows, k, v, log, mean, chunk, N, COLUMNS: gl.constexpr, SCALE
     slope = begin_scores(for_columns(rows[1], COLUMNS), v, chunk, COLUMNS)
     score = warpgroup_mma_wait(2, deps=(score,))
     if N is not None:
-        score = without(score, N - chunk * SIDE)
+        score = without(score, chunk, N)
     weight = gl.exp2(gl.fma(score, SCALE, -along_rows(log, score)))
     slope = warpgroup_mma_wait(0, deps=(slope,))
     return begin_sums(weight * (slope - along_rows(mean, slope)), k, chunk, dq)

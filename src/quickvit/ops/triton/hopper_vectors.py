@@ -114,10 +114,10 @@ def times(parts, line):
 
 
 @gluon.jit
-def without(scores, N):
-    """Scores less those of a block's keys from the N-th on."""
+def without(scores, block, N):
+    """Scores less those of keys past the end."""
     COLUMNS: gl.constexpr = scores.shape[1]
-    key = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, accumulators(COLUMNS)))
+    key = block * SIDE + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, accumulators(COLUMNS)))
     return gl.where((key < N)[None, :], scores, -float("inf"))
 
 
