@@ -91,6 +91,19 @@ def test_attention_of_large_heads(length, dim):
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=1e-2 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("dim", [80, 104])
+def test_blocks_are_not_given_free_too_early(dim, monkeypatch):
+    """In a ring that has room for one head each block waits for the place of one that was just used."""
+    length, heads = 150, 6
+    monkeypatch.setattr(hopper_attention, "_stages", lambda device, dim: 2 * 3)
+    monkeypatch.setattr(hopper_attention, "multiprocessors", lambda device: 1)
+    generator = torch.Generator().manual_seed(dim)
+    qkv = torch.randn(1, length, 3, heads, dim, generator=generator).mul(2).bfloat16()
+    expected = attention.attend(*(x.double() for x in qkv.unbind(2))).float()
+    out, _ = attention_of(qkv, pairs=False)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=1e-2 * expected.abs().max().item())
+
+
 def test_octic_attention_without_gradients_takes_them(monkeypatch):
     """For large heads, in batches of which short ones keep PyTorch's operator."""
     monkeypatch.setattr(attention, "fused", lambda *_: True)
