@@ -40,18 +40,20 @@ def test_kernels_of_a_block_are_counted(monkeypatch, capsys):
     ]
 
 
-def test_attention_is_timed_by_name(monkeypatch, capsys):
+@pytest.mark.parametrize("dim", [80, 104])
+def test_attention_is_timed_by_name(dim, monkeypatch, capsys):
+    """Heads of 80 alone have gradients."""
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Gluon")
     script = runpy.run_path(str(SCRIPTS / "attention.py"))
     names = script["main"].__globals__
-    monkeypatch.setitem(names, "jobs", lambda images, tokens: {"ours": images, "theirs": tokens})
+    monkeypatch.setitem(names, "jobs", lambda images, tokens, dim: {"ours": images, "theirs": dim})
+    monkeypatch.setitem(names, "graded_jobs", lambda images, tokens: {"gradient": tokens})
     monkeypatch.setitem(names, "microseconds", float)
-    monkeypatch.setattr("sys.argv", ["attention.py", "--tokens", "197"])
+    monkeypatch.setattr("sys.argv", ["attention.py", "--tokens", "197", "--dim", str(dim)])
     script["main"]()
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["64.0", "ours"],
-        ["197.0", "theirs"],
-    ]
+    expected = [["64.0", "ours"], [f"{dim}.0", "theirs"], ["197.0", "gradient"]]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == (expected if dim == 80 else expected[:2])
 
 
 def test_pieces_are_found():
