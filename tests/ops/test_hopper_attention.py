@@ -95,7 +95,9 @@ def test_attention_of_large_heads(length, dim):
 def test_blocks_are_not_given_free_too_early(dim, monkeypatch):
     """In a ring that has room for one head each block waits for the place of one that was just used."""
     length, heads = 150, 6
-    monkeypatch.setattr(hopper_attention, "_stages", lambda device, dim: 2 * 3)
+    blocks = hopper_attention.GROUPS[dim] + 2 * 3
+    memory = 1024 + blocks * 64 * 2 * sum(hopper_attention.PARTS[dim])
+    monkeypatch.setattr(hopper_attention, "shared_memory", lambda device: memory)
     monkeypatch.setattr(hopper_attention, "multiprocessors", lambda device: 1)
     generator = torch.Generator().manual_seed(dim)
     qkv = torch.randn(1, length, 3, heads, dim, generator=generator).mul(2).bfloat16()
