@@ -167,7 +167,6 @@ class Program:
             "gl": SimpleNamespace(
                 float32=torch.float32,
                 bfloat16=torch.bfloat16,
-                int32=torch.int32,
                 int64=torch.int64,
                 static_range=range,
                 program_id=lambda axis: number,
@@ -191,8 +190,6 @@ class Program:
                 log2=torch.log2,
                 max_contiguous=lambda value, count: value,
                 multiple_of=lambda value, count: value,
-                inline_asm_elementwise=lambda assembly, constraints, values, *_, **__: values[0],
-                tensor=torch.Tensor,
                 fma=multiply_add,
                 SliceLayout=lambda *_: None,
                 BlockedLayout=lambda *_: None,
@@ -310,18 +307,11 @@ class OnCpu:
 
     def __getitem__(self, grid):
         def launch(*arguments, num_warps, maxnreg, **constants):
+            arguments = [
+                Boxes(a) if hasattr(a, "block_shape") else Pointer(a) if isinstance(a, torch.Tensor) else a
+                for a in arguments
+            ]
             for number in range(grid[0]):
-                Program(number, grid[0]).python(self.kernel)(
-                    *map(on_the_side_of_kernels, arguments), **constants
-                )
+                Program(number, grid[0]).python(self.kernel)(*arguments, **constants)
 
         return launch
-
-
-def on_the_side_of_kernels(argument):
-    """What a kernel sees of an argument."""
-    if isinstance(argument, tuple):
-        return tuple(map(on_the_side_of_kernels, argument))
-    if hasattr(argument, "block_shape"):
-        return Boxes(argument)
-    return Pointer(argument) if isinstance(argument, torch.Tensor) else argument

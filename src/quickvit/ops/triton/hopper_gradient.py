@@ -30,7 +30,6 @@ from quickvit.ops.triton.hopper_vectors import (
     begin_sums,
     block_sizes,
     columns_of,
-    features_of,
     for_columns,
     get_part,
     in_parts,
@@ -288,11 +287,16 @@ def most_tokens(device: torch.device, dtype: torch.dtype, dim: int) -> int:
     return (shared_memory(device) - 1024) // (64 * (4 * 2 * dim + 2 * 4)) * 64
 
 
+def _features(qkv: torch.Tensor, pairs: bool) -> tuple[torch.Tensor, ...]:
+    """q, k and v [B, N, H, D] of one tensor: [3, B, N, H, D] in pairs, else [B, N, 3, H, D]."""
+    return qkv.unbind(0 if pairs else 2)
+
+
 def attention_backward(
     dout: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, logs: torch.Tensor, *, pairs: bool
 ) -> torch.Tensor:
-    """The gradient of qkv, whose features are those of `features_of`."""
-    q, k, v = features_of(qkv, pairs)
+    """The gradient of qkv, [3, B, N, H, D] in pairs, else [B, N, 3, H, D]."""
+    q, k, v = _features(qkv, pairs)
     number, length, heads, dim = q.shape
     gradient = torch.empty_like(qkv)
     if number * length:
@@ -301,7 +305,7 @@ def attention_backward(
                 *(box for feature in (q, k, v, dout) for box in in_parts(feature)),
                 out,
                 logs,
-                *features_of(gradient, pairs),
+                *_features(gradient, pairs),
                 length,
                 **block_sizes(length),
                 HEADS=heads,

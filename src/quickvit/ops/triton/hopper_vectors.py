@@ -196,8 +196,3 @@ def block_sizes(length: int) -> dict[str, int]:
     """In how many blocks a sequence is, and how many tokens of the last one are multiplied with."""
     blocks = -(-length // 64)
     return {"BLOCKS": blocks, "TAIL": max(16, 1 << (length - 64 * (blocks - 1) - 1).bit_length())}
-
-
-def features_of(qkv: torch.Tensor, pairs: bool) -> tuple[torch.Tensor, ...]:
-    """q, k and v [B, N, H, D] of one tensor: [3, B, N, H, D] in pairs, else [B, N, 3, H, D]."""
-    return qkv.unbind(0 if pairs else 2)
