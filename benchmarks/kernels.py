@@ -1,4 +1,6 @@
-"""The kernels of one block in a step of DINOv2's training, by PyTorch's profiler: python benchmarks/kernels.py d8
+"""The kernels of one block, by PyTorch's profiler.
+
+    python benchmarks/kernels.py d8 --step forward --size large --patch 16
 
 Models of two depths are profiled; what the deeper one has more is its blocks', and the rest is beside them. The first
 half of an h8's or i8's blocks is octic.
@@ -6,21 +8,28 @@ half of an h8's or i8's blocks is octic.
 
 import argparse
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from quickvit.bench.dinov2 import dinov2_step
-from quickvit.bench.timing import Settings
+from quickvit.bench.models import inference, training
+from quickvit.bench.timing import COMPILE, Job, Settings
 from quickvit.bench.work import Shape
 
 STEPS = 5
+# What is profiled: a forward pass without gradients, one with a backward pass, a step of DINOv2's training.
+KINDS: dict[str, Callable[[str, Shape, Settings], Job]] = {
+    "forward": inference,
+    "train": training,
+    "dinov2": lambda family, shape, settings: dinov2_step(shape, settings, family),
+}
 
 
-def kernels(family: str, shape: Shape, settings: Settings) -> tuple[Counter[str], Counter[str]]:
+def kernels(step: Job) -> tuple[Counter[str], Counter[str]]:
     """Microseconds and launches of each kernel in a step."""
-    step = dinov2_step(shape, settings, family)
     for _ in range(STEPS):
         step()
     torch.cuda.synchronize()
@@ -43,14 +52,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("family", help="vit, d8, i8 or h8")
+    parser.add_argument("--step", default="dinov2", choices=KINDS)
     parser.add_argument("--size", default="huge")
     parser.add_argument("--patch", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--depths", type=int, nargs=2, default=(2, 6))
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--depths", type=int, nargs=2, default=(2, 4))
+    parser.add_argument("--compile", default="blocks", choices=COMPILE)
     options = parser.parse_args()
-    settings = Settings(torch.device("cuda"), torch.bfloat16, options.batch, "blocks")
+    settings = Settings(torch.device("cuda"), torch.bfloat16, options.batch, options.compile)
+    build = KINDS[options.step]
     found = [
-        kernels(options.family, Shape(options.size, options.patch, depth=depth), settings)
+        kernels(build(options.family, Shape(options.size, options.patch, depth=depth), settings))
         for depth in options.depths
     ]
     (few_times, few_launches), (times, launches) = found

@@ -22,15 +22,24 @@ def test_measurements_can_be_asked_for(piece, arguments):
     parse(["bench", *shlex.split(arguments), "--out", f"{piece}.json"])
 
 
-def test_kernels_of_a_block_are_counted(monkeypatch, capsys):
-    """Of models of 2 and 6 blocks, whose kernels take 10 µs for a block and 5 beside them."""
+@pytest.mark.parametrize("step", ["forward", "train", "dinov2"])
+def test_kernels_of_a_block_are_counted(step, monkeypatch, capsys):
+    """Of models of 2 and 4 blocks, whose kernels take 10 µs for a block and 5 beside them."""
     script = runpy.run_path(str(SCRIPTS / "kernels.py"))
 
-    def kernels(family, shape, settings):
-        return Counter(norm=10 * shape.depth + 5, head=7), Counter(norm=2 * shape.depth, head=1)
+    def build(family, shape, settings):
+        return family, shape.depth, settings.compile
 
-    monkeypatch.setitem(script["main"].__globals__, "kernels", kernels)
-    monkeypatch.setattr("sys.argv", ["kernels.py", "d8"])
+    def kernels(job):
+        family, depth, mode = job
+        assert (family, mode) == ("h8", "reduce-overhead")
+        return Counter(norm=10 * depth + 5, head=7), Counter(norm=2 * depth, head=1)
+
+    names = script["main"].__globals__
+    monkeypatch.setitem(names, "kernels", kernels)
+    monkeypatch.setitem(names["KINDS"], step, build)
+    arguments = ["kernels.py", "h8", "--step", step, "--compile", "reduce-overhead"]
+    monkeypatch.setattr("sys.argv", arguments)
     script["main"]()
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert lines == [

@@ -58,7 +58,7 @@ def bench_models(
         peaks: dict[str, int] = {}
 
         def build(name: str, shape: Shape = shape, peaks: dict[str, int] = peaks) -> Job:
-            job = partial(_inference, partial(create_model, name, shape, settings), shape, settings)
+            job = partial(inference, name, shape, settings)
             # A CUDA graph keeps its memory between calls, where the allocator does not see it used.
             if not settings.cuda or has_graphs(settings.compile):
                 return job()
@@ -94,7 +94,7 @@ def bench_training(
         cases = []
         for name in competitors(families):
             steps = model_work(shape, name, settings.batch, storage, backward=True)
-            cases.append(Case(name, partial(_training, name, shape, settings), steps, settings.batch))
+            cases.append(Case(name, partial(training, name, shape, settings), steps, settings.batch))
         label = f"{shape.label} deit3"
         outcomes = measure(cases, settings, label)
         rows += timed_rows(f"{label} forward + backward", cases, outcomes, settings, ceilings)
@@ -139,7 +139,7 @@ def bench_memory(settings: Settings, shapes: Sequence[Shape], families: Sequence
         peaks: dict[str, int] = {}
         shape_rows = []
         for name in competitors(families):
-            build = partial(_inference, partial(create_model, name, shape, settings), shape, settings)
+            build = partial(inference, name, shape, settings)
             # The job is dropped at once, so that the next model is alone again.
             peak = attempt(partial(_peak, build, settings))
             release(settings)
@@ -155,10 +155,14 @@ def bench_memory(settings: Settings, shapes: Sequence[Shape], families: Sequence
 # ---------------------------------------------------------------------- jobs
 
 
-def _inference(create: Callable[[], nn.Module], shape: Shape, settings: Settings) -> Job:
-    module = create().to(settings.dtype).eval()
+def inference(name: str, shape: Shape, settings: Settings) -> Job:
+    """A forward pass of a model, without gradients."""
+    return _answers(create_model(name, shape, settings), shape, settings)
+
+
+def _answers(model: nn.Module, shape: Shape, settings: Settings) -> Job:
     images = random_images(settings.batch, shape, settings).to(settings.dtype)
-    return _forward(module, images, settings)
+    return _forward(model.to(settings.dtype).eval(), images, settings)
 
 
 def _forward(module: nn.Module, x: Tensor, settings: Settings) -> Job:
@@ -173,10 +177,11 @@ def _forward(module: nn.Module, x: Tensor, settings: Settings) -> Job:
 
 
 def _views(shape: Shape, settings: Settings) -> Job:
-    return _inference(lambda: EightViews(create_model(BASELINE, shape, settings)), shape, settings)
+    return _answers(EightViews(create_model(BASELINE, shape, settings)), shape, settings)
 
 
-def _training(name: str, shape: Shape, settings: Settings) -> Job:
+def training(name: str, shape: Shape, settings: Settings) -> Job:
+    """A forward and a backward pass of a model."""
     images = random_images(settings.batch, shape, settings)
     labels = torch.randint(work.CLASSES, (settings.batch,), device=settings.device)
     return partial(train_step(create_model(name, shape, settings).train(), settings), images, labels)
