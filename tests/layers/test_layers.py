@@ -116,6 +116,18 @@ def test_native_positions_are_not_filtered():
 
 
 @pytest.mark.parametrize("grid", [(6, 6), (4, 4)])
+def test_compiled_positions_have_the_channels_of_a_token_side_by_side(grid):
+    position = randomize(OcticPosition(6, 16))
+    compiled = torch.compile(position, fullgraph=True)
+    with torch.no_grad():
+        found = compiled(*grid)
+        torch.testing.assert_close(found, position(*grid))
+    assert found.is_contiguous()
+    compiled(*grid).sum().backward()
+    assert position.weight.grad is not None
+
+
+@pytest.mark.parametrize("grid", [(6, 6), (4, 4)])
 def test_autocast_does_not_round_positions(grid):
     position = randomize(OcticPosition(6, 16))
     expected = position(*grid)

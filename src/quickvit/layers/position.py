@@ -44,7 +44,13 @@ class OcticPosition(DerivedTensor):
             # Positions begin the residual stream, which autocast leaves as precise as the weights.
             with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
                 full = full.new_tensor(rows) @ full @ full.new_tensor(columns).T
-        return full.permute(1, 2, 0)
+        positions = full.permute(1, 2, 0)
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            # Every image reads them: with the channels of a token side by side that is several times as fast. The
+            # compiler would leave out the copy if nobody asked where its entries lie.
+            positions = positions.contiguous()
+            positions = positions.as_strided(positions.shape, positions.stride())
+        return positions
 
     def extra_repr(self) -> str:
         """Native grid and width."""
