@@ -35,7 +35,6 @@ for piece in "$@"; do
         views) bench "$piece" model --sizes large --families i8 "${fewer[@]}" "${graphs[@]}" ;;
         base) bench "$piece" model --sizes base --families d8 h8 i8 --views false "${fewer[@]}" "${graphs[@]}" ;;
         huge) bench "$piece" model --sizes huge --families d8 h8 i8 --views false "${blocks[@]}" ;;
-        huge_graph) bench "$piece" model --sizes huge --families d8 --views false "${graphs[@]}" ;;
         giant) bench "$piece" model --sizes giant e --families d8 --views false "${blocks[@]}" ;;
         22b) bench "$piece" model --sizes 22b --depth 2 --families d8 --views false "${graphs[@]}" ;;
         block_large) bench "$piece" block --sizes large --families d8 "${graphs[@]}" ;;

@@ -23,6 +23,11 @@ PAGES = [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md", ROOT / "CONTRIB
 OPENING = re.compile(r'(python|sh|text)(?: title="Not run in the tests: (.+)")?')
 # Programs besides quickvit that a block of commands may call. They are not looked at.
 OTHERS = ("make", "pip", ".venv/bin/pre-commit", "awk")
+# Records of operators, and the sizes of each.
+OPERATORS = (
+    ("h200_operators", "ViT-Large/16", "ViT-Huge/14"),
+    ("h200_operators_giant", "ViT-Giant/14", "ViT-E/14"),
+)
 
 
 class Block(NamedTuple):
@@ -156,8 +161,6 @@ def test_the_commands_of_the_data_page_run(capsys):
 
 def test_the_performance_page_says_what_was_measured():
     text = (ROOT / "docs/performance.md").read_text()
-    operators = measured("h200_operators")
-    assert re.sub(r" --out \S+", "", operators["command"]) in text
     for name in WHOLE_MODELS:
         record = measured(name)
         assert re.sub(r" --out \S+", "", record["command"]) in text
@@ -182,13 +185,18 @@ def test_the_performance_page_says_what_was_measured():
         for row in record["results"]:
             cells = f"{row['ms']:.2f} | {row['ratio']:.2f}× | {row['over_floor']:.2f}"
             assert f"| {row['case']} | {row['name']} | {cells} |" in text
-    octic = {row["case"]: row for row in operators["results"] if row["name"] == "octic"}
-    for case in octic:
-        size, operator = case.split(" ", 1)
-        if size == "ViT-Large/16":
-            pair = octic[case], octic[f"ViT-Huge/14 {operator}"]
-            cells = (f"{1e3 * r['ms']:.0f} | {1e3 * r['floor_ms']:.0f} | {r['over_floor']:.2f}" for r in pair)
-            assert f"| {operator} | {' | '.join(cells)} |" in text
+    for record, *sizes in OPERATORS:
+        operators = measured(record)
+        assert re.sub(r" --out \S+", "", operators["command"]) in text
+        octic = {row["case"]: row for row in operators["results"] if row["name"] == "octic"}
+        for case in octic:
+            size, operator = case.split(" ", 1)
+            if size == sizes[0]:
+                pair = [octic[f"{size} {operator}"] for size in sizes]
+                cells = (
+                    f"{1e3 * r['ms']:.0f} | {1e3 * r['floor_ms']:.0f} | {r['over_floor']:.2f}" for r in pair
+                )
+                assert f"| {operator} | {' | '.join(cells)} |" in text
 
 
 def test_the_performance_page_says_what_one_graph_is_good_for():
@@ -201,11 +209,23 @@ def test_the_performance_page_says_what_one_graph_is_good_for():
 
 
 def test_the_performance_page_adds_up_what_is_left_to_gain():
-    """The operators of a block, what they would take at best, and what a block of a whole model takes."""
-    rows = {(row["case"], row["name"]): row for row in measured("h200_operators")["results"]}
-    timm = [measured(f"h200_block_{size}")["results"][0]["ms"] for size in ("large", "huge")]
-    best, taken, above, whole = [], [], [], []
-    for size, record, depth in (("ViT-Large/16", "h200_model", 24), ("ViT-Huge/14", "h200_huge", 32)):
+    """What a block would take at best, what its operators take above that, and what a block of a whole model takes."""
+    rows = {
+        (row["case"], row["name"]): row for record, *_ in OPERATORS for row in measured(record)["results"]
+    }
+    models = {
+        (row["case"], row["name"]): row["ms"]
+        for record in ("h200_model", "h200_huge", "h200_giant")
+        for row in measured(record)["results"]
+    }
+    text = (ROOT / "docs/performance.md").read_text()
+    ratios = []
+    for size, label, depth in (
+        ("ViT-Large/16", "L/16", 24),
+        ("ViT-Huge/14", "H/14", 32),
+        ("ViT-Giant/14", "G/14", 48),
+        ("ViT-E/14", "e/14", 56),
+    ):
 
         def us(operator, key="ms", name="octic", size=size):
             return 1e3 * rows[f"{size} {operator}", name][key]
@@ -214,31 +234,19 @@ def test_the_performance_page_adds_up_what_is_left_to_gain():
             return sum(us(operator) - us(operator.split(" +")[0], "floor_ms") for operator in operators)
 
         attention = us("attention", name="standard")
-        norms = 2 * (us("residual + norm") - us("residual + norm", "floor_ms"))
-        above.append(
-            [
-                excess("fc1 + GELU"),
-                excess("proj", "fc2"),
-                us("qkv + attention") - us("qkv", "floor_ms") - attention,
-                norms,
-            ]
-        )
-        products = sum(us(operator, "floor_ms") for operator in ("qkv", "proj", "fc1", "fc2"))
-        best.append(products + 2 * us("residual + norm", "floor_ms") + attention)
-        taken.append(best[-1] + sum(above[-1]))
-        whole.append(1e3 * measured(record)["results"][1]["ms"] / depth)
-    text = " ".join((ROOT / "docs/performance.md").read_text().split())
-    ratios = [1e3 * ms / us for ms, us in zip(timm, best, strict=True)]
-    fused, narrow, attention, norms = ([f"{us:.0f}" for us in pair] for pair in zip(*above, strict=True))
-    for words in (
-        f"would take {best[0]:.0f} µs at L/16 and {best[1]:.0f} at H/14, {ratios[0]:.1f} and {ratios[1]:.1f} times",
-        f"blocks take {whole[0]:.0f} and {whole[1]:.0f} µs; the operators",
-        f"add up to {taken[0]:.0f} and {taken[1]:.0f}",
-        f"fc1 + GELU ({fused[0]} and {fused[1]} µs), proj and fc2 ({narrow[0]} and {narrow[1]})",
-        f"qkv and attention ({attention[0]} and {attention[1]}, ",
-        f"norms ({norms[0]} and {norms[1]})",
-    ):
-        assert words in text
+        norms = 2 * us("residual + norm", "floor_ms")
+        best = sum(us(operator, "floor_ms") for operator in ("qkv", "proj", "fc1", "fc2")) + norms + attention
+        above = [
+            excess("fc1 + GELU"),
+            excess("proj", "fc2"),
+            us("qkv + attention") - us("qkv", "floor_ms") - attention,
+            2 * us("residual + norm") - norms,
+        ]
+        blocks = [1e3 * models[f"{size} forward", name] / depth for name in ("d8", "vit")]
+        ratios.append(f"{blocks[1] / best:.1f}")
+        cells = " | ".join(f"{us:.0f}" for us in (best, *above, best + sum(above), *blocks))
+        assert f"| {label} | {cells} |" in text
+    assert f"d8 would be {', '.join(ratios[:3])} and {ratios[3]} times as fast as ViT" in text
 
 
 def test_blood_cells_are_learned_as_the_page_says():

@@ -50,6 +50,8 @@ def test_the_speed_on_a_gpu_is_what_was_measured():
                 ratios[row["case"]][row["name"]] = f"{row['ratio']:.2f}×"
         for case, found in ratios.items():
             assert f"| {case} | {found.get('h8', '–')} | {found['d8']} |" in text
+    d8 = measured("h200_train_large_graph")["results"][1]
+    assert f"all in one graph it is {d8['ratio']:.2f}× as fast" in text
 
 
 def test_the_headline_is_what_was_measured():
