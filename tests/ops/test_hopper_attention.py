@@ -34,7 +34,7 @@ def on_cpu(monkeypatch):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
     for module in (hopper_attention, hopper_gradient):
         monkeypatch.setattr(module, "shared_memory", lambda device: HOPPER)
-    hopper_attention._stages.cache_clear()
+    hopper_attention._places.cache_clear()
 
 
 def attention_of(qkv, pairs):

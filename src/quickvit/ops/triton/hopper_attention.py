@@ -61,30 +61,30 @@ def _weigh(score, largest, total, SCALE: gl.constexpr):
 def _filled(ring, number):
     """Where in the ring a block is, once it is there."""
     full = ring[1]
-    STAGES: gl.constexpr = full.shape[0]
-    stage = number % STAGES
-    mbarrier.wait(full.index(stage), number // STAGES & 1)
-    return stage
+    PLACES: gl.constexpr = full.shape[0]
+    place = number % PLACES
+    mbarrier.wait(full.index(place), number // PLACES & 1)
+    return place
 
 
 @gluon.jit
-def _free(ring, stage, leaves):
+def _free(ring, place, leaves):
     """A group needs a block no longer, if it leaves."""
-    mbarrier.arrive(ring[2].index(stage), count=1, pred=leaves)
+    mbarrier.arrive(ring[2].index(place), count=1, pred=leaves)
 
 
 @gluon.jit
 def _begin(rows, ring, number, COLUMNS: gl.constexpr):
     """The product of queries with a block of keys begins; where that is."""
-    stage = _filled(ring, number)
-    return begin_scores(for_columns(rows, COLUMNS), ring[0], stage, COLUMNS), stage
+    place = _filled(ring, number)
+    return begin_scores(for_columns(rows, COLUMNS), ring[0], place, COLUMNS), place
 
 
 @gluon.jit
 def _add(weight, ring, number, sums):
     """The product of weights with a block of values begins to be added; where that is."""
-    stage = _filled(ring, number)
-    return begin_sums(weight, ring[0], stage, sums), stage
+    place = _filled(ring, number)
+    return begin_sums(weight, ring[0], place, sums), place
 
 
 @gluon.jit
@@ -157,8 +157,8 @@ def _compute(
             _free(ring, values, leaves)
             token = tokens_of(block, SIDE)
             gl.store(logs + item * N + token, largest + gl.log2(total), mask=token < N)
-            place = gl.cast(item // HEADS * N, gl.int64) * (HEADS * DIM) + item % HEADS * DIM
-            put(out + place, times(sums, 1 / total), block, N, DIM, HEADS * DIM, PAIRS)
+            start = gl.cast(item // HEADS * N, gl.int64) * (HEADS * DIM) + item % HEADS * DIM
+            put(out + start, times(sums, 1 / total), block, N, DIM, HEADS * DIM, PAIRS)
         if begin >= BLOCKS:
             # Nothing to do: but a barrier knows of two phases only, so nobody may be far ahead.
             for offset in range(2 * BLOCKS):
@@ -200,15 +200,15 @@ def _load_queries(boxes, queries, items, BLOCKS: gl.constexpr, HEADS: gl.constex
 
 
 @gluon.jit
-def _new(boxes, COUNT: gl.constexpr, READERS: gl.constexpr):
+def _new(boxes, PLACES: gl.constexpr, READERS: gl.constexpr):
     """Shared memory for so many blocks of tokens, each of which so many groups of warps read, and its barriers."""
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     parts = ()
     for part in gl.static_range(len(boxes)):
-        parts += (allocate(boxes[part], COUNT),)
-    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], barrier)
-    for place in gl.static_range(COUNT):
+        parts += (allocate(boxes[part], PLACES),)
+    full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], barrier)
+    for place in gl.static_range(PLACES):
         mbarrier.init(full.index(place), count=1)
         mbarrier.init(empty.index(place), count=READERS)
     return parts, full, empty
@@ -238,7 +238,7 @@ def _attention(
     logs,
     items,
     N,
-    STAGES: gl.constexpr,
+    PLACES: gl.constexpr,
     GROUPS: gl.constexpr,
     BLOCKS: gl.constexpr,
     TAIL: gl.constexpr,
@@ -250,7 +250,7 @@ def _attention(
     """The results of so many heads, and log2 Σ_j exp2(S)."""
     q, k, v = _given(q_one, q_two, q_three), _given(k_one, k_two, k_three), _given(v_one, v_two, v_three)
     queries = _new(q, GROUPS, 1)
-    ring = _new(k, STAGES, GROUPS)
+    ring = _new(k, PLACES, GROUPS)
     features = queries, ring, out, logs
     if GROUPS == 2:
         gl.warp_specialize(
@@ -278,7 +278,7 @@ def _attention(
 
 
 @cache
-def _stages(device: torch.device, dim: int) -> int:
+def _places(device: torch.device, dim: int) -> int:
     """How many blocks of keys or values there is room for beside the queries."""
     return (shared_memory(device) - 1024) // (64 * 2 * sum(PARTS[dim])) - GROUPS[dim]
 
@@ -288,7 +288,7 @@ def most_tokens(device: torch.device, dtype: torch.dtype, dim: int) -> int:
     """Sequences of how many tokens there is room for with heads of this size, 0 without kernels for them."""
     if dim not in PARTS or dtype.itemsize != 2:
         return 0
-    return _stages(device, dim) // 2 * 64
+    return _places(device, dim) // 2 * 64
 
 
 def attention_forward(
@@ -309,7 +309,7 @@ def attention_forward(
                 logs,
                 items,
                 length,
-                STAGES=_stages(q.device, dim),
+                PLACES=_places(q.device, dim),
                 GROUPS=groups,
                 **block_sizes(length),
                 HEADS=heads,
