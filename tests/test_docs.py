@@ -209,7 +209,7 @@ def test_the_performance_page_says_what_one_graph_is_good_for():
 
 
 def test_the_performance_page_adds_up_what_is_left_to_gain():
-    """What a block would take at best, what its operators take above that, and what a block of a whole model takes."""
+    """What a block would take at best, what operators take above that, and what a block of a whole model takes."""
     rows = {
         (row["case"], row["name"]): row for record, *_ in OPERATORS for row in measured(record)["results"]
     }
