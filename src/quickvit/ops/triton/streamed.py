@@ -22,9 +22,7 @@ _ROWS = gl.constexpr(64)
 def share(tiles):
     """The first of this program's tiles, and the first that is no longer one."""
     program, programs = gl.program_id(0), gl.num_programs(0)
-    # All but the last have as many, which often are a half of some blocks: then fewer begin within one.
-    each = (tiles + programs - 1) // programs
-    return min(each * program, tiles), min(each * (program + 1), tiles)
+    return tiles * program // programs, tiles * (program + 1) // programs
 
 
 @gluon.jit
