@@ -71,25 +71,26 @@ def _load_weights(one, two, weights, tiles, F: gl.constexpr, M: gl.constexpr):
 @gluon.jit
 def _multiply(tokens, weights, box, tiles, F: gl.constexpr, M: gl.constexpr):
     """The products of one tile after the other, each left in the box for GELU."""
+    x, tokens_full, tokens_empty = tokens
     TILES: gl.constexpr = F // COLUMNS
-    PIECES: gl.constexpr = M // tokens[0].shape[2]
+    PIECES: gl.constexpr = M // x.shape[2]
     first, last = share(tiles)
     turn = 0
     phase = 0
     times = 0
     for block in range(first // TILES, (last + TILES - 1) // TILES):
-        begin, end = max(first, block * TILES), min(last, (block + 1) * TILES)
-        for tile in range(begin, end):
-            comes, leaves = tile == begin, tile + 1 >= end
-            a1, a2, b1, b2 = ones(tokens, weights, turn, phase, comes, leaves)
-            e1, e2 = twos(tokens, weights, turn + PIECES, phase, comes, leaves)
+        mbarrier.wait(tokens_full, phase)
+        end = min(last, (block + 1) * TILES)
+        for tile in range(max(first, block * TILES), end):
+            a1, a2, b1, b2 = ones(x, weights, turn)
+            e1, e2 = twos(x, weights, turn + PIECES)
             turn += 2 * PIECES
             # While the last products of E go on, the others leave.
             a1, a2, b1, b2 = warpgroup_mma_wait(4, deps=(a1, a2, b1, b2))
             _leave_ones(box, times, a1, a2, b1, b2)
             e1, e2 = warpgroup_mma_wait(0, deps=(e1, e2))
             mbarrier.arrive(weights[2].index((turn - 1) % STAGES), count=1)
-            mbarrier.arrive(tokens[2].index(2 * PIECES - 1), count=1, pred=leaves)
+            mbarrier.arrive(tokens_empty, count=1, pred=tile + 1 >= end)
             _leave_twos(box, e1, e2)
             times ^= 1
         phase ^= 1

@@ -21,7 +21,6 @@ from quickvit.ops.triton.streamed import (
     new_tokens,
     new_weights,
     ones,
-    pass_by,
     share,
     twos,
 )
@@ -67,25 +66,23 @@ def _load_weights(one, two, weights, tiles):
 @gluon.jit
 def _multiply(out, bias, tokens, weights, following, count, tiles, GROUP: gl.constexpr):
     """Every other tile."""
+    x, tokens_full, tokens_empty = tokens
     _, _, empty = weights
     lane = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, accumulators(COLUMNS)))
     first, last = share(tiles)
     phase = 0
     for block in range(first // TILES, (last + TILES - 1) // TILES):
+        mbarrier.wait(tokens_full, phase)
         begin = max(first, block * TILES)
-        begin += (begin - first + GROUP) % 2
-        end = min(last, (block + 1) * TILES)
-        for tile in range(begin, end, 2):
-            comes, leaves = tile == begin, tile + 2 >= end
+        for tile in range(begin + (begin - first + GROUP) % 2, min(last, (block + 1) * TILES), 2):
             turn = (tile - first) * (2 * PIECES)
             # The other group has seen all weights before come: a barrier knows of two phases only.
             mbarrier.wait(following.index(GROUP), (tile - first) // 2 & 1 ^ (1 - GROUP))
-            a1, a2, b1, b2 = ones(tokens, weights, turn, phase, comes, leaves)
-            e1, e2 = twos(tokens, weights, turn + PIECES, phase, comes, leaves)
+            a1, a2, b1, b2 = ones(x, weights, turn)
+            e1, e2 = twos(x, weights, turn + PIECES)
             mbarrier.arrive(following.index(1 - GROUP), count=1)
             a1, a2, b1, b2, e1, e2 = warpgroup_mma_wait(0, deps=(a1, a2, b1, b2, e1, e2))
             mbarrier.arrive(empty.index((turn + 2 * PIECES - 1) % STAGES), count=1)
-            mbarrier.arrive(tokens[2].index(2 * PIECES - 1), count=1, pred=leaves)
             feature = tile % TILES // PAIRS
             pair = tile % PAIRS
             if bias is not None:
@@ -93,8 +90,7 @@ def _multiply(out, bias, tokens, weights, following, count, tiles, GROUP: gl.con
                 a1 += gl.load(bias + channel).to(gl.float32)[None, :]
             place = (gl.cast(feature, gl.int64) * count + block * ROWS) * CHANNELS + pair * 16
             _put(out + place, a1, a2, b1, b2, e1, e2, count - block * ROWS)
-        if begin >= end:
-            pass_by(tokens, phase)
+        mbarrier.arrive(tokens_empty, count=1)
         phase ^= 1
 
 

@@ -4,9 +4,8 @@ A tile of the result is 64 tokens by as many columns of each of the eight blocks
 of four boxes [columns, channels]: first those of A1 A2 B1 B2 for the same channels, then those of both copies of E
 for twice as many, which the components of E share.
 
-A program's share is a range of tiles, one block of tokens after the other. Tokens come in turns too, those that meet
-the weights of one: with the last tile of a block each leaves room for that of the next. Buffers are handed over by
-barriers: `full` says that one was filled, `empty` that it may be filled again.
+A program's share is a range of tiles, one block of tokens after the other. Buffers are handed over by barriers:
+`full` says that one was filled, `empty` that it may be filled again.
 """
 
 from triton.experimental import gluon
@@ -27,16 +26,14 @@ def share(tiles):
 
 @gluon.jit
 def new_tokens(x, CHANNELS: gl.constexpr, READERS: gl.constexpr):
-    """Shared memory for a block of tokens, which so many groups of warps read, and the barriers of its turns."""
+    """Shared memory for all channels of a block of tokens, which so many groups of warps read, and its barriers."""
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     step: gl.constexpr = x.block_type.shape[1]
-    TURNS: gl.constexpr = CHANNELS // (4 * step)
-    buffers = gl.allocate_shared_memory(x.dtype, [4 * TURNS, _ROWS, step], x.layout)
-    full = gl.allocate_shared_memory(gl.int64, [TURNS, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [TURNS, 1], barrier)
-    for turn in gl.static_range(TURNS):
-        mbarrier.init(full.index(turn), count=1)
-        mbarrier.init(empty.index(turn), count=READERS)
+    buffers = gl.allocate_shared_memory(x.dtype, [CHANNELS // step, _ROWS, step], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    mbarrier.init(full, count=1)
+    mbarrier.init(empty, count=READERS)
     return buffers, full, empty
 
 
@@ -57,37 +54,17 @@ def new_weights(dtype: gl.constexpr, COLUMNS: gl.constexpr, STEP: gl.constexpr, 
 @gluon.jit
 def load_tokens(x, tokens, tiles, TILES: gl.constexpr):
     """One block of tokens after the other, each of which so many tiles need."""
-    PIECES: gl.constexpr = tokens[0].shape[0] // 8
+    buffers, full, empty = tokens
+    PIECES: gl.constexpr = buffers.shape[0]
+    STEP: gl.constexpr = buffers.shape[2]
     first, last = share(tiles)
     phase = 0
     for block in range(first // TILES, (last + TILES - 1) // TILES):
-        for turn in range(PIECES):
-            _load_turn(x, tokens, block, phase, turn, turn, PIECES, 2 * PIECES)
-        for turn in range(PIECES):
-            _load_turn(x, tokens, block, phase, PIECES + turn, 4 * PIECES + 2 * turn, 1, 2 * PIECES)
+        mbarrier.wait(empty, phase ^ 1)
+        mbarrier.expect(full, PIECES * _ROWS * STEP * 2)
+        for piece in gl.static_range(PIECES):
+            load_box(x, [block * _ROWS, piece * STEP], full, buffers.index(piece))
         phase ^= 1
-
-
-@gluon.jit
-def _load_turn(x, tokens, block, phase, turn, piece, NEXT: gl.constexpr, OTHER: gl.constexpr):
-    """Four boxes of a block: a piece and its NEXT, and the OTHER two."""
-    buffers, full, empty = tokens
-    STEP: gl.constexpr = buffers.shape[2]
-    ready = full.index(turn)
-    mbarrier.wait(empty.index(turn), phase ^ 1)
-    mbarrier.expect(ready, 4 * _ROWS * STEP * 2)
-    for part in gl.static_range(4):
-        box = piece + part % 2 * NEXT + part // 2 * OTHER
-        load_box(x, [block * _ROWS, box * STEP], ready, buffers.index(box))
-
-
-@gluon.jit
-def pass_by(tokens, phase):
-    """A group has no tile of a block: but a barrier knows of two phases only, so nobody may be far ahead."""
-    _, full, empty = tokens
-    for turn in range(full.shape[0]):
-        mbarrier.wait(full.index(turn), phase)
-        mbarrier.arrive(empty.index(turn), count=1)
 
 
 @gluon.jit
@@ -105,13 +82,11 @@ def load_part(boxes, corner, weights, turn, PART: gl.constexpr):
 
 
 @gluon.jit
-def ones(tokens, weights, turn, phase, comes, leaves):
+def ones(x, weights, turn):
     """The products of A1 A2 B1 B2 over all turns; the last of them go on.
 
-    Those of a turn begin before those of the last one have ended, whose weights then go. A group that `comes` to a
-    block of tokens waits for them, one that `leaves` gives them free: others need not meet barriers for that.
+    Those of a turn begin before those of the last one have ended, whose weights then go.
     """
-    x, ready, done = tokens
     ring, full, empty = weights
     STAGES: gl.constexpr = ring.shape[0] // 4
     COLUMNS: gl.constexpr = ring.shape[1]
@@ -120,8 +95,6 @@ def ones(tokens, weights, turn, phase, comes, leaves):
     a2, b1, b2 = a1, a1, a1
     for piece in range(PIECES):
         stage = turn % STAGES
-        if comes:
-            mbarrier.wait(ready.index(piece), phase)
         mbarrier.wait(full.index(stage), turn // STAGES & 1)
         more = piece > 0
         a1 = _begin(x.index(piece), ring.index(4 * stage), a1, more)
@@ -130,16 +103,13 @@ def ones(tokens, weights, turn, phase, comes, leaves):
         b2 = _begin(x.index(3 * PIECES + piece), ring.index(4 * stage + 3), b2, more)
         a1, a2, b1, b2 = warpgroup_mma_wait(4, deps=(a1, a2, b1, b2))
         mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1, pred=more)
-        if leaves:
-            mbarrier.arrive(done.index(piece - 1), count=1, pred=more)
         turn += 1
     return a1, a2, b1, b2
 
 
 @gluon.jit
-def twos(tokens, weights, turn, phase, comes, leaves):
+def twos(x, weights, turn):
     """The products of both components of E with both copies; the last of them go on."""
-    x, ready, done = tokens
     ring, full, empty = weights
     STAGES: gl.constexpr = ring.shape[0] // 4
     COLUMNS: gl.constexpr = 2 * ring.shape[1]
@@ -149,8 +119,6 @@ def twos(tokens, weights, turn, phase, comes, leaves):
     e2 = e1
     for piece in range(PIECES):
         stage = turn % STAGES
-        if comes:
-            mbarrier.wait(ready.index(PIECES + piece), phase)
         mbarrier.wait(full.index(stage), turn // STAGES & 1)
         for half in gl.static_range(2):
             left = 4 * PIECES + 2 * piece + half
@@ -159,8 +127,6 @@ def twos(tokens, weights, turn, phase, comes, leaves):
             e2 = _begin(x.index(left + 2 * PIECES), right, e2, piece + half > 0)
         e1, e2 = warpgroup_mma_wait(4, deps=(e1, e2))
         mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
-        if leaves:
-            mbarrier.arrive(done.index(PIECES + piece - 1), count=1)
         turn += 1
     return e1, e2
 
