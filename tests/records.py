@@ -21,6 +21,13 @@ WHOLE_MODELS = tuple(
 )
 
 
+def kernels(name):
+    """What benchmarks/kernels.py printed: microseconds of a block and beside blocks, by kernel and together."""
+    lines = (BENCHMARKS / f"{name}.txt").read_text().splitlines()[1:]
+    rows = (line.split(maxsplit=3) for line in lines)
+    return {kernel: (float(block), float(beside)) for block, _, beside, kernel in rows}
+
+
 def measured(name):
     """The record of this name."""
     return json.loads((BENCHMARKS / f"{name}.json").read_text())

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from records import WHOLE_MODELS, measured
+from records import WHOLE_MODELS, kernels, measured
 
 from quickvit import QuickVisionTransformer, save_checkpoint
 from quickvit.cli import main, parse
@@ -28,6 +28,18 @@ OPERATORS = (
     ("h200_operators", "ViT-Large/16", "ViT-Huge/14"),
     ("h200_operators_giant", "ViT-Giant/14", "ViT-E/14"),
 )
+
+
+# Kinds of kernels by the beginning of their names.
+KINDS = {
+    "products": "nvjet|_octic_linear|_linear_heads",
+    "weight gradients": "_partial_sums|_sum_slices",
+    "fc1 + GELU": "_linear_gelu",
+    "GELU": "_gelu_(for|back)ward",
+    "attention": "_attention",
+    "norms": "_norm_|_sum_partial",
+    "copies into heads": "_to_heads|_to_packed",
+}
 
 
 class Block(NamedTuple):
@@ -247,6 +259,57 @@ def test_the_performance_page_adds_up_what_is_left_to_gain():
         cells = " | ".join(f"{us:.0f}" for us in (best, *above, best + sum(above), *blocks))
         assert f"| {label} | {cells} |" in text
     assert f"d8 would be {', '.join(ratios[:3])} and {ratios[3]} times as fast as ViT" in text
+
+
+def kinds_of_kernels(name):
+    """Microseconds of a block by kind; what is no kind is the rest."""
+    sums = dict.fromkeys([*KINDS, "the rest"], 0.0)
+    found = kernels(name)
+    together = found.pop("together")
+    for kernel, (block, _) in found.items():
+        kind = next((kind for kind, names in KINDS.items() if re.match(names, kernel)), "the rest")
+        sums[kind] += block
+    assert sum(sums.values()) == pytest.approx(together[0], abs=1)
+    return sums, together
+
+
+def test_the_performance_page_says_where_the_time_goes():
+    text = (ROOT / "docs/performance.md").read_text()
+    words = " ".join(text.split())
+    forward = ("products", "fc1 + GELU", "GELU", "attention", "norms", "copies into heads", "the rest")
+    beside, longer = [], []
+    for label, size, record, name, depth in (
+        ("L/16", "large", "h200_model", "ViT-Large/16", 24),
+        ("H/14", "huge", "h200_huge", "ViT-Huge/14", 32),
+        ("G/14", "giant", "h200_giant", "ViT-Giant/14", 48),
+        (None, "vit_huge", "h200_huge", "ViT-Huge/14", 32),
+    ):
+        sums, (block, rest) = kinds_of_kernels(f"h200_kernels_{size}")
+        family = "d8" if label else "vit"
+        rows = measured(record)["results"]
+        whole = next(r["ms"] for r in rows if (r["case"], r["name"]) == (f"{name} forward", family))
+        longer.append(f"{100 * ((1e3 * whole - rest) / depth / block - 1):.0f}")
+        if label:
+            beside.append(f"{rest:.0f}")
+            cells = [f"{sums[kind]:z.0f}" if sums[kind] or kind == "the rest" else "" for kind in forward]
+            line = " | ".join([label, *cells, f"{block:.0f}"])
+            assert f"| {line} |".replace("|  |", "| |") in text
+    assert f"Beside its blocks a model takes {beside[0]}, {beside[1]} and {beside[2]} µs" in words
+    assert (
+        f"take {longer[0]}, {longer[1]} and {longer[2]}% longer than these, and ViT's {longer[3]}%" in words
+    )
+    sums, (block, _) = kinds_of_kernels("h200_kernels_train_huge")
+    kinds = ("products", "weight gradients", "attention", "norms", "GELU", "copies into heads", "the rest")
+    assert f"| {' | '.join(f'{sums[kind]:.0f}' for kind in kinds)} | {block:.0f} |" in text
+    d8 = measured("h200_train_huge")["results"][1]
+    assert f"{1e3 * d8['ms'] / 32:.0f} µs of the step" in words
+    for record, case, said in (
+        ("h200_train_large", "ViT-Large/16 deit3 forward + backward", "samples of d8's step differ by"),
+        ("h200_block_large", "ViT-Large/16 block forward + backward", "samples of d8's differ by"),
+    ):
+        rows = measured(record)["results"]
+        spread = next(r["spread"] for r in rows if (r["case"], r["name"]) == (case, "d8"))
+        assert f"{said} {100 * spread:.0f}%" in words
 
 
 def test_blood_cells_are_learned_as_the_page_says():
