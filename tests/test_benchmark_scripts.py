@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from quickvit.bench import models
 from quickvit.cli import parse
 
 SCRIPTS = Path(__file__).parent.parent / "benchmarks"
@@ -47,6 +48,14 @@ def test_kernels_of_a_block_are_counted(step, monkeypatch, capsys):
         ["10.0", "2.0", "5.0", "norm"],
         ["0.0", "0.0", "7.0", "head"],
     ]
+
+
+def test_kernels_are_those_of_the_step_that_was_asked_for(monkeypatch):
+    names = runpy.run_path(str(SCRIPTS / "kernels.py"))["main"].__globals__
+    monkeypatch.setitem(names, "dinov2_step", lambda *arguments: arguments)
+    kinds = names["KINDS"]
+    assert (kinds["forward"], kinds["train"]) == (models.inference, models.training)
+    assert kinds["dinov2"]("h8", "a shape", "settings") == ("a shape", "settings", "h8")
 
 
 @pytest.mark.parametrize("dim", [80, 104])
