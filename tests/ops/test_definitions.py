@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from quickvit.group import D2, D8, DihedralGroup
-from quickvit.ops import octic_gelu, octic_linear, plain
+from quickvit.group import D2, D8, DihedralGroup, Layout
+from quickvit.ops import attention, gelu, norm, octic_gelu, octic_linear, plain
+from quickvit.ops.cpu import library
+from quickvit.ops.rows import Rows
 
 GROUPS = [D2, D8, DihedralGroup(12)]
 
@@ -70,8 +72,6 @@ def test_gelu_equals_its_definition(group, tokens):
 
 
 def test_gelu_works_in_chunks(monkeypatch):
-    from quickvit.ops import gelu
-
     x = torch.randn(37, 16, dtype=torch.float64)
     whole = octic_gelu(x)
     monkeypatch.setattr(gelu, "_STEP_ELEMENTS", 5 * 16)
@@ -116,3 +116,86 @@ def test_gelu_overwrites_only_where_no_gradient_needs_its_input():
     assert y.data_ptr() == spare.data_ptr()
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(strided, expected)
+
+
+@pytest.mark.skipif(not library.available(), reason="there is no C compiler")
+@pytest.mark.parametrize("module", [norm, gelu, attention], ids=lambda module: module.__name__)
+def test_kernels_find_entries_of_vectors_side_by_side(module, monkeypatch):
+    """Those in C make sure of it, those in Triton do not."""
+    found, kernels = [], module.kernels
+
+    class Noting:
+        def __init__(self, x, name):
+            self.kernels = kernels(x, name)
+
+        def __getattr__(self, name):
+            def call(*arguments, **options):
+                found.extend(a for a in arguments if isinstance(a, torch.Tensor) and a.ndim == 1)
+                return getattr(self.kernels, name)(*arguments, **options)
+
+            return call
+
+    monkeypatch.setattr(module, "kernels", Noting)
+    x, layout = torch.randn(3, 5, 16), Layout(16)
+
+    def vector(size):
+        return torch.randn(size, 2)[:, 0].requires_grad_()
+
+    if module is norm:
+        branch, factors = torch.randn_like(x), torch.rand(3, 2)[:, 0]
+        rest = {"bias": vector(2), "scale": vector(12), "sample_scale": factors}
+        z, y = norm.octic_residual_norm(x, branch, vector(12), vector(2), 1e-6, layout, **rest)
+        y = z + y + norm.octic_layer_norm(x, vector(12), vector(2), 1e-6, layout)
+    elif module is gelu:
+        y = octic_gelu(x, vector(2))
+    else:
+        y = attention.octic_attention(torch.randn(3, 5, 48), 2, Layout(48), vector(6))
+    y.sum().backward()
+    assert found
+    assert all(tensor.is_contiguous() for tensor in found)
+
+
+def test_a_factor_for_each_sample_is_asked_for():
+    x, line, layout = torch.randn(6, 5, 64), torch.ones(48), Layout(64)
+    with pytest.raises(ValueError, match="6 samples"):
+        norm.octic_residual_norm(x, x, line, line[:8], 1e-6, layout, sample_scale=torch.ones(4))
+
+
+def test_tokens_without_a_branch_get_no_bias(monkeypatch):
+    """Kernels know them by their factors."""
+    chosen = torch.tensor([1])
+    added = Rows(chosen, torch.tensor([-1, 0, -1], dtype=torch.int32))
+    given = []
+    monkeypatch.setattr(
+        norm, "_residual_norm", lambda *arguments: given.extend(arguments) or 3 * [torch.empty(3, 16)]
+    )
+    monkeypatch.setattr(norm, "fused", lambda *_: True)
+    x, line = torch.randn(3, 16, device="meta"), torch.ones(12, device="meta")
+    norm.octic_residual_norm(x, x[:1], line, line[:2], 1e-6, Layout(16), bias=line[:2], added=added)
+    assert given[4].shape == (1,)
+
+
+@pytest.mark.parametrize("eps", [0, 1])
+@torch.no_grad()
+def test_whole_numbers_are_numbers(eps):
+    x, line, layout = torch.randn(5, 16), torch.ones(12), Layout(16)
+    found = norm.octic_layer_norm(x, line, line[:2], eps, layout, pair_weight=1)
+    with plain():
+        expected = norm.octic_layer_norm(x, line, line[:2], eps, layout, pair_weight=1)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gelu_refuses_broken_octets(dtype):
+    with pytest.raises(ValueError, match="multiple of 8 channels for D8, got 60"):
+        octic_gelu(torch.ones(3, 60, dtype=dtype))
+
+
+def test_gradients_within_autocast_have_the_type_of_the_forward_pass():
+    x = torch.randn(5, 16)
+    parameters = weights(D8, 3, 2, torch.float32)
+    y = octic_linear(x, *parameters).square().sum()
+    expected = torch.autograd.grad(y, parameters, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(y, parameters)
+    torch.testing.assert_close(found, expected)

@@ -155,7 +155,7 @@ def test_few_tokens_have_it_in_graphs_only(monkeypatch):
         x, out = (torch.empty(tokens, width, dtype=torch.bfloat16, device="meta") for width in (1024, 4096))
         x = SimpleNamespace(is_cuda=True, device="cuda", dtype=x.dtype, shape=x.shape, nbytes=x.nbytes)
         out = SimpleNamespace(shape=out.shape, nbytes=out.nbytes, data_ptr=lambda: 0, stride=out.stride)
-        weight = torch.empty(4, 512, 128)
+        weight = torch.empty(4, 512, 128, dtype=torch.bfloat16)
         return switch.launches(x, weight.mT if transposed else weight, out)
 
     # The first call compiles it.
@@ -167,10 +167,19 @@ def test_few_tokens_have_it_in_graphs_only(monkeypatch):
     ]
     assert [launches(197, transposed=True), launches(197, transposed=True)] == [True, False]
     gelu = SimpleNamespace(is_cuda=True, device="cuda", dtype=torch.bfloat16, shape=(197, 1024), nbytes=1)
-    assert [switch.launches_gelu(gelu, gelu), switch.launches_gelu(gelu, gelu)] == [True, False]
+    weight, bias = torch.empty(4, 512, 128, dtype=torch.bfloat16), torch.empty(512)
+
+    def launches_gelu(weight=weight, bias=bias):
+        return switch.launches_gelu(gelu, weight, bias, gelu)
+
+    assert [launches_gelu(), launches_gelu()] == [True, False]
+    # Without a bias, or with one of another type, it is another kernel.
+    assert [launches_gelu(bias=None), launches_gelu(bias=None)] == [True, False]
+    assert [launches_gelu(bias=bias.bfloat16()), launches_gelu(bias=bias.bfloat16())] == [True, False]
     capturing = True
-    assert switch.launches_gelu(gelu, gelu)
+    assert launches_gelu()
     assert launches(197)
+    assert not launches_gelu(weight=weight.float())
 
 
 @pytest.mark.parametrize(

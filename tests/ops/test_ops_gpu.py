@@ -215,7 +215,11 @@ def test_operators_take_strided_input(name):
     fused, _, tensors = cases(1024, 16, 197, torch.bfloat16)[name]
     x, *rest = tensors
     wide = torch.cat([x, x], dim=1)[:, ::2]
-    torch.testing.assert_close(fused(wide, *rest), fused(wide.contiguous(), *rest))
+    expected = fused(wide.contiguous(), *rest)
+    torch.testing.assert_close(fused(wide, *rest), expected)
+    # Vectors whose entries do not lie side by side.
+    apart = [torch.stack([t, 1 + t], dim=1)[:, 0] if t.ndim == 1 else t for t in rest]
+    torch.testing.assert_close(fused(wide, *apart), expected)
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs Hopper")
@@ -437,3 +441,20 @@ def test_gradient_checkpointing_on_the_gpu():
     net.set_grad_checkpointing()
     for a, b in zip(torch.autograd.grad(net(x).sum(), list(net.parameters())), expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["attn", "attn.qkv", "attn.proj", "norm1", "norm2", "mlp", "mlp.fc1", "ls1"])
+def test_nothing_that_a_hook_has_seen_is_overwritten(part):
+    net = model("d8").bfloat16().eval()
+    x, seen = torch.randn(4, 3, 64, 64, device=DEVICE, dtype=torch.bfloat16), []
+
+    def note(module, arguments, result):
+        seen.extend((tensor, tensor.clone()) for tensor in (arguments[0], result))
+
+    expected = net(x)
+    for block in net.blocks:
+        block.get_submodule(part).register_forward_hook(note)
+    torch.testing.assert_close(net(x), expected, rtol=0.1, atol=0.1)
+    assert len(seen) == 2 * len(net.blocks)
+    assert all(torch.equal(kept, copy) for kept, copy in seen)

@@ -99,9 +99,9 @@ class Layout:
         All components of an irrep must be scaled alike, or the scaling would not commute with the group.
         """
         one, two = gain[..., : self.one_dim_channels], gain[..., self.one_dim_channels :]
-        pairs = two.unflatten(-1, (self.group.num_two_dim, -1)) if self.group.num_two_dim else None
-        if pairs is None:
+        if not self.group.num_two_dim:
             return one
+        pairs = two.unflatten(-1, (self.group.num_two_dim, -1))
         doubled = pairs.unsqueeze(-2).expand(*pairs.shape[:-1], 2, pairs.shape[-1])
         return torch.cat([one, doubled.flatten(-3)], dim=-1)
 
@@ -118,4 +118,6 @@ class Layout:
 @lru_cache(maxsize=256)
 def packed_fourier_matrix(group: DihedralGroup) -> Tensor:
     """Q_reg with its columns in the order of a packed tensor: regular = Q @ isotypic, float64."""
-    return group.fourier_matrix[:, list(Layout(group.order, group).paper_order)]
+    # It outlives the mode in which it is first asked for.
+    with torch.inference_mode(False):
+        return group.fourier_matrix[:, list(Layout(group.order, group).paper_order)]

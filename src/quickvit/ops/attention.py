@@ -31,6 +31,7 @@ from quickvit.ops.operator import (
 )
 from quickvit.ops.packing import Shapes, attend, pack, unpack
 from quickvit.ops.precision import autocast
+from quickvit.ops.rows import flat, lines
 
 
 def octic_attention(
@@ -60,6 +61,7 @@ def octic_attention(
     if not fused(qkv, layout.group) or (dropout and qkv.is_cpu):
         return definition(qkv, heads, layout, bias, shapes=shapes, dropout=dropout)
     numbers, lengths = ([*sizes] for sizes in zip(*shapes, strict=True))
+    (bias,) = lines(bias)
     if not dropout and _reads_packed(qkv, heads):
         return _attention(qkv, bias, heads, numbers, lengths)[0]
     if not dropout and _fits_whole_heads(qkv, bias, heads, max(lengths)):
@@ -118,7 +120,9 @@ def octic_self_attention(
     x, weight_1, weight_2 = autocast(x, weight_1, weight_2)
     numbers, lengths = ([*sizes] for sizes in zip(*(shapes or (x.shape[:2],)), strict=True))
     operator = _head_attention if x.shape[-1] == 80 * heads else _self_attention
-    out: Tensor = operator(x.flatten(0, -2), weight_1, weight_2, bias, heads, numbers, lengths)[0]
+    if weight_1.dtype != x.dtype or weight_2.dtype != x.dtype:
+        raise ValueError(f"expected weights in {x.dtype}, as x, got {weight_1.dtype} and {weight_2.dtype}")
+    out: Tensor = operator(flat(x), weight_1, weight_2, *lines(bias), heads, numbers, lengths)[0]
     return out.unflatten(0, x.shape[:-1])
 
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from quickvit.group import D8, DihedralGroup
 from quickvit.ops.cpu import library
@@ -18,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HAS_TRITON = find_spec("triton") is not None
-_plain = False
+# How many contexts ask for standard operators; threads may enter and leave theirs in any order.
+_plain = 0
 
 
 @contextmanager
@@ -28,16 +30,21 @@ def plain() -> Iterator[None]:
     Use it to export a model to a runtime that knows no custom operators, or to check a fused path.
     """
     global _plain
-    before, _plain = _plain, True
+    _plain += 1
     try:
         yield
     finally:
-        _plain = before
+        _plain -= 1
 
 
 def is_plain() -> bool:
-    """Whether operations must stay within standard PyTorch operators."""
-    return _plain
+    """Whether operations must stay within standard PyTorch operators: within `plain`, and for what only those know.
+
+    That is `torch.func`, vmap for example, and differentiation forwards.
+    """
+    if _plain or torch.compiler.is_compiling():
+        return bool(_plain)
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def fused(x: Tensor, group: DihedralGroup) -> bool:
@@ -51,7 +58,13 @@ def fused(x: Tensor, group: DihedralGroup) -> bool:
 
 
 def _triton_takes(x: Tensor) -> bool:
-    return x.dtype in _FUSED_DTYPES and _HAS_TRITON
+    return x.dtype in _FUSED_DTYPES and _HAS_TRITON and _is_recent(x.device)
+
+
+@torch.compiler.assume_constant_result
+def _is_recent(device: torch.device) -> bool:
+    """Whether a GPU has the shared memory that the kernels need: NVIDIA's from Ampere on."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _c_takes(x: Tensor) -> bool:

@@ -10,6 +10,7 @@ from quickvit.group import D8, DihedralGroup, isotypic_to_regular, regular_to_is
 from quickvit.group.layout import packed_fourier_matrix
 from quickvit.ops.backend import fused, is_plain, needs_grad
 from quickvit.ops.operator import closed_operator, fused_operator, kernels
+from quickvit.ops.rows import flat, lines
 
 # Elements per step off the fused path: 1.5 MB in single precision.
 _STEP_ELEMENTS = 128 * 3072
@@ -25,7 +26,9 @@ def octic_gelu(
     in_one_kernel = fused(x, group)
     if is_plain() or (x.is_cuda and not in_one_kernel):
         return definition(x, bias, group)
-    rows = x.flatten(0, -2)
+    if x.shape[-1] % group.order:
+        raise ValueError(f"expected a multiple of {group.order} channels for {group}, got {x.shape[-1]}")
+    rows, (bias,) = flat(x), lines(bias)
     if overwrite and x.is_contiguous() and not needs_grad(x, bias):
         if in_one_kernel:
             _fused_gelu_into(rows, bias)

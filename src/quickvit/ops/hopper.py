@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from functools import cache
 from importlib import import_module
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from quickvit.ops.precision import product_dtype
+
+logger = logging.getLogger(__name__)
 
 # Bytes of x and of the result from which on a kernel runs longer than Python needs to launch it.
 LAUNCHED_BYTES = 2**29
@@ -61,15 +64,20 @@ def _is_exporting() -> bool:
 def launches(x: Tensor, weight: Tensor, out: Tensor) -> bool:
     """Whether a kernel should write the map of x to `out`; if not, products of cuBLAS give the same result."""
     kind = "hopper", x.device, x.dtype, x.shape[1], out.shape[1]
-    if not x.is_cuda or not _takes(*kind) or not _module("boxes").reachable(out):
+    # Products of cuBLAS say what is wrong with operands of two types.
+    if not x.is_cuda or weight.dtype != x.dtype or not _takes(*kind):
+        return False
+    if not _module("boxes").reachable(out):
         return False
     return _is_time((*kind, weight.stride(-1) == 1), x, out)
 
 
-def launches_gelu(x: Tensor, out: Tensor) -> bool:
+def launches_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
     """Whether a kernel should write GELU of a map of x to `out`; if not, kernels one after the other."""
     kind = "hopper_gelu", x.device, x.dtype, x.shape[1], out.shape[1]
-    return x.is_cuda and _takes(*kind) and _is_time(kind, x, out)
+    if not x.is_cuda or weight.dtype != x.dtype or not _takes(*kind):
+        return False
+    return _is_time((*kind, None if bias is None else bias.dtype), x, out)
 
 
 def _is_time(kind: tuple[Hashable, ...], x: Tensor, out: Tensor) -> bool:
@@ -139,4 +147,9 @@ def _is_known(device: torch.device) -> bool:
         return False
     import triton
 
-    return (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
+    known = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
+    if not known:
+        logger.warning(
+            "the kernels for Hopper are for Triton 3.6 to 3.9, not %s: others run", triton.__version__
+        )
+    return known

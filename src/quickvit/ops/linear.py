@@ -18,6 +18,7 @@ from quickvit.ops.backend import fused, is_plain
 from quickvit.ops.cpu.linear import linear_forward
 from quickvit.ops.operator import closed_operator
 from quickvit.ops.precision import autocast
+from quickvit.ops.rows import flat
 from quickvit.ops.streams import side_by_side
 
 _group = cache(DihedralGroup)
@@ -28,8 +29,8 @@ def octic_linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | N
     if is_plain():
         return definition(x, weight_1, weight_2, bias)
     x, weight_1, weight_2 = autocast(x, weight_1, weight_2)
-    y = linear(x.flatten(0, -2), weight_1, weight_2, None if bias is None else bias.to(x.dtype))
-    return y.unflatten(0, x.shape[:-1])
+    y = linear(flat(x), weight_1, weight_2, None if bias is None else bias.to(x.dtype))
+    return y.view(*x.shape[:-1], y.shape[1])
 
 
 def octic_product(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,8 +39,8 @@ def octic_product(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor) -
     The gradient of the result is also the bias's, which is computed beside those of the weights. Where kernels are.
     """
     x, weight_1, weight_2 = autocast(x, weight_1, weight_2)
-    y: Tensor = _product(x.flatten(0, -2), weight_1, weight_2, bias)
-    return y.unflatten(0, x.shape[:-1]), bias.detach()
+    y: Tensor = _product(flat(x), weight_1, weight_2, bias)
+    return y.view(*x.shape[:-1], y.shape[1]), bias.detach()
 
 
 def definition(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -70,11 +71,9 @@ def _views(x: Tensor, n1: int, n2: int) -> tuple[Tensor, list[Tensor]]:
 @closed_operator("octic_linear")
 def linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> Tensor:
     """The map of x [T, C]."""
-    if x.stride(1) != 1:
-        x = x.contiguous()
     n1, n2 = len(weight_1), len(weight_2)
     if x.is_cpu and fused(x, _group(n1 + 4 * n2)):
-        return linear_forward(x, weight_1, weight_2, bias)
+        return linear_forward(x if x.stride(1) == 1 else x.contiguous(), weight_1, weight_2, bias)
     y = x.new_empty(x.shape[0], weight_1.shape[1] * (n1 + 4 * n2))
     products(x, weight_1, weight_2, y)
     if bias is not None:
@@ -86,6 +85,8 @@ def products(x: Tensor, weight_1: Tensor, weight_2: Tensor, out: Tensor) -> None
     """Write the map of x [T, C] to out [T, F]: each product straight into its place of the packed result."""
     if not x.shape[0]:
         return
+    if x.stride(1) != 1:
+        x = x.contiguous()
     n1, n2 = len(weight_1), len(weight_2)
     x_one, x_two = _views(x, n1, n2)
     y_one, y_two = _views(out, n1, n2)
@@ -134,8 +135,9 @@ def weight_grad(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Tens
     else:
         torch.bmm(grad_one.mT, x_one, out=weight_1)
     for i in range(n2):
-        first = grad_two[i][0].T @ x_two[i][0]
-        torch.addmm(first, grad_two[i][1].T, x_two[i][1], out=weight_2[i])
+        # Written to a place: autocast would convert the operands of products that return their result.
+        torch.mm(grad_two[i][0].T, x_two[i][0], out=weight_2[i])
+        torch.addmm(weight_2[i], grad_two[i][1].T, x_two[i][1], out=weight_2[i])
     return weight_1, weight_2
 
 

@@ -13,6 +13,7 @@ from quickvit.ops.cpu.linear import mlp_forward
 from quickvit.ops.linear import products
 from quickvit.ops.operator import closed_operator, kernels
 from quickvit.ops.precision import autocast
+from quickvit.ops.rows import flat, lines
 
 # Bytes of the hidden features that exist at one time on a GPU: enough to keep it busy.
 HIDDEN_BYTES = 400 * 2**20
@@ -40,13 +41,13 @@ def octic_mlp(
     result if it is as wide.
     """
     x, first_1, first_2, second_1, second_2 = autocast(x, first_1, first_2, second_1, second_2)
-    parameters = first_1, first_2, bias, second_1, second_2
-    rows = x.flatten(0, -2)
+    parameters = first_1, first_2, *lines(bias), second_1, second_2
+    rows = flat(x)
     if overwrite and x.is_cuda and x.is_contiguous() and first_1.shape[2] == second_1.shape[1]:
         _mlp_into(rows, *parameters)
         return x
     y: Tensor = _mlp(rows, *parameters)
-    return y.unflatten(0, x.shape[:-1])
+    return y.view(*x.shape[:-1], y.shape[1])
 
 
 @closed_operator("octic_mlp")
@@ -84,7 +85,7 @@ def in_parts(
 
 def activate(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """GELU(W x + b) written to `out`, on a GPU."""
-    if hopper.launches_gelu(x, out):
+    if hopper.launches_gelu(x, weight_1, bias, out):
         hopper.gelu_kernels().linear_gelu(x, weight_1, weight_2, bias, out)
     else:
         products(x, weight_1, weight_2, out)

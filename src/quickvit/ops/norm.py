@@ -17,7 +17,7 @@ from quickvit.group import D8, Layout
 from quickvit.ops.backend import fused
 from quickvit.ops.operator import fused_operator, kernels, seen, straight, written
 from quickvit.ops.precision import product_dtype
-from quickvit.ops.rows import Rows
+from quickvit.ops.rows import Rows, flat, lines
 
 
 def octic_layer_norm(
@@ -29,7 +29,7 @@ def octic_layer_norm(
     """
     if not fused(x, layout.group):
         return definition(x, gain, shift, eps, layout, pair_weight=pair_weight)
-    y, _ = _norm(x.flatten(0, -2), gain, shift, eps, pair_weight, _output_dtype(x))
+    y, _ = _norm(flat(x), *lines(gain, shift), eps, pair_weight, _output_dtype(x))
     return y.view(x.shape)
 
 
@@ -57,26 +57,36 @@ def octic_residual_norm(
     whose norm [m, C] the next branch wants. With `overwrite` the caller has no more use for x and branch: on a GPU,
     where nobody looks, they hold the results.
     """
+    if sample_scale is not None and sample_scale.shape != branch.shape[:1]:
+        raise ValueError(
+            f"expected a factor for each of the {branch.shape[0]} samples of the branch, got sample_scale "
+            f"{tuple(sample_scale.shape)}"
+        )
     some = added is not None or normed is not None
     if not fused(x, layout.group) or (some and x.is_cpu):
         x = residual(x, branch, layout, bias=bias, scale=scale, sample_scale=sample_scale, added=added)
-        y = x if normed is None else normed.of(x.flatten(0, -2))
+        y = x if normed is None else normed.of(flat(x))
         return x, octic_layer_norm(y, gain, shift, eps, layout, pair_weight=pair_weight)
+    if added is not None and sample_scale is None:
+        # Tokens without a branch get no bias either: they have no factor.
+        sample_scale = branch.new_ones(branch.shape[0], dtype=torch.float32)
+    gain, shift = gain.contiguous(), shift.contiguous()
+    bias, scale, sample_scale = lines(bias, scale, sample_scale)
     if overwrite and not some and _may_write(x, branch, gain, shift, bias, scale):
-        tokens = _tokens_per_sample(branch.flatten(0, -2), sample_scale)
+        tokens = _tokens_per_sample(flat(branch), sample_scale)
         rest = bias, scale, sample_scale, tokens, gain, shift, eps, branch.dtype, pair_weight
-        _norm_into(x.flatten(0, -2), branch.flatten(0, -2), *rest)
+        _norm_into(flat(x), flat(branch), *rest)
         written(x, branch)
         return x, branch
     z, y, _ = _residual_norm(
-        x.flatten(0, -2),
-        branch.flatten(0, -2),
+        flat(x),
+        flat(branch),
         bias,
         scale,
         sample_scale,
         None if added is None else added.place,
         None if normed is None else normed.place,
-        len(x.flatten(0, -2)) if normed is None else len(normed.chosen),
+        flat(x).shape[0] if normed is None else normed.chosen.shape[0],
         gain,
         shift,
         eps,
@@ -306,7 +316,7 @@ _residual_norm.register_autograd(_residual_backward, setup_context=_residual_set
 
 
 def _tokens_per_sample(x: Tensor, sample_scale: Tensor | None) -> int:
-    return 1 if sample_scale is None else x.shape[0] // sample_scale.shape[0]
+    return 1 if sample_scale is None else max(1, x.shape[0] // max(1, sample_scale.shape[0]))
 
 
 def _fake_statistics(x: Tensor) -> Tensor:

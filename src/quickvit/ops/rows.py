@@ -1,4 +1,4 @@
-"""Some rows of a tensor: taken out of it, and put back between zeros.
+"""Tokens as rows of a matrix, and some of them: taken out of it, and put back between zeros.
 
 The one is the gradient of the other, and both only look up where a row comes from: no two ever write to one place,
 and nothing has to be filled with zeros first.
@@ -10,6 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+def flat(x: Tensor) -> Tensor:
+    """The tokens of x [..., C] as rows, [T, C]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def lines(*vectors: Tensor | None) -> list[Tensor | None]:
+    """Vectors whose entries lie side by side, as kernels read them."""
+    return [None if vector is None else vector.contiguous() for vector in vectors]
 
 
 class Rows(NamedTuple):

@@ -264,10 +264,12 @@ def _to_packed(
         )
 
 
-def _grid(kernel: str, x: torch.Tensor, tokens: int, m: int, c: int) -> tuple[tuple[int], dict[str, int]]:
+def _grid(
+    kernel: str, x: torch.Tensor, tokens: int, m: int, c: int, pairs: bool = False
+) -> tuple[tuple[int], dict[str, int]]:
     """Grid and specialisation of both kernels."""
     rows, warps = tile(kernel, (m, c, x.element_size()), x.device, TILE)
-    vector = math.gcd(c, 16 // x.element_size())
+    vector = math.gcd(c, 2 if pairs else 16 // x.element_size())
     # One vector per thread and token: with more, a thread's vectors would lie side by side.
     run = 32 * warps * vector
     grid = (triton.cdiv(tokens, rows) * triton.cdiv(8 * m, run),)
@@ -293,7 +295,7 @@ def to_heads(
     features = [torch.empty(size, dtype=packed.dtype, device=packed.device) for _ in range(parts)]
     if tokens:
         with torch.cuda.device_of(packed):
-            grid, meta = _grid("to heads", packed, tokens, m, m // heads)
+            grid, meta = _grid("to heads", packed, tokens, m, m // heads, pairs)
             traced(_to_heads)[grid](packed, bias, *_three(features), origin, tokens, **meta, PAIRS=pairs)
     return features
 
@@ -330,7 +332,7 @@ def to_packed(
     tokens, heads, dim = x.shape[0] * x.shape[1], *x.shape[2:]
     if tokens:
         with torch.cuda.device_of(x):
-            grid, meta = _grid("to packed", x, tokens, heads * dim // 8, dim // 8)
+            grid, meta = _grid("to packed", x, tokens, heads * dim // 8, dim // 8, pairs)
             traced(_to_packed)[grid](*_three(features), packed, origin, tokens, **meta, PAIRS=pairs)
 
 
