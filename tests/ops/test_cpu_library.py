@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_written_is_done_without(sources, tmp_path, capl
     (tmp_path / "cache").write_text("not a folder")
     with caplog.at_level(logging.INFO):
         assert library.available()
-    assert "cannot keep the CPU kernels" in caplog.text
+    assert "the CPU kernels cannot be kept" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -165,3 +165,33 @@ def test_narrower_vectors_give_the_same(monkeypatch, tmp_path):
     for result in results[1:]:
         for a, b in zip(result, results[0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
+
+
+def test_a_library_that_others_could_have_written_is_not_loaded(sources, tmp_path, monkeypatch, caplog):
+    assert library.available()
+    (path,) = built(tmp_path)
+    path.parent.chmod(0o777)
+    library._library.cache_clear()
+    loaded, load = [], library.ctypes.CDLL
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda name: loaded.append(name) or load(name))
+    with caplog.at_level(logging.INFO):
+        assert library.available()
+    assert str(path) not in loaded
+    assert "others can write" in caplog.text
+
+
+def test_no_home_is_needed(sources, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def homeless(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert library.available()
+
+
+def test_a_broken_compiler_command_is_named(sources, monkeypatch, caplog):
+    monkeypatch.setenv("CC", 'gcc "x')
+    with caplog.at_level(logging.INFO):
+        assert not library.available()
+    assert 'gcc "x' in caplog.text

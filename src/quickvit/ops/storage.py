@@ -6,4 +6,7 @@ from pathlib import Path
 
 def cache_folder(name: str) -> Path:
     """The folder quickvit/NAME of `$XDG_CACHE_HOME`, or of ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quickvit" / name
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quickvit" / name
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{error}; set XDG_CACHE_HOME to a folder") from error

@@ -12,6 +12,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 from functools import cache
 from hashlib import sha256
@@ -129,7 +130,10 @@ def _open() -> ctypes.CDLL:
 
 
 def _compiler() -> list[str]:
-    chosen = shlex.split(os.environ.get("CC", ""))
+    try:
+        chosen = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise _NotHere(f"CC is no command, {os.environ['CC']!r}: {error}") from error
     for command in [chosen] if chosen else [["cc"], ["gcc"], ["clang"]]:
         if shutil.which(command[0]):
             return command
@@ -137,11 +141,13 @@ def _compiler() -> list[str]:
 
 
 def _load(compiler: list[str]) -> ctypes.CDLL:
-    cached, name = cache_folder("kernels"), f"{_key(compiler)}.so"
+    name = f"{_key(compiler)}.so"
     try:
-        return ctypes.CDLL(str(_built(compiler, cached / name)))
+        path = _built(compiler, cache_folder("kernels") / name)
+        _require_ours(path.parent, path)
+        return ctypes.CDLL(str(path))
     except OSError as error:
-        logger.info("the folder %s cannot keep the CPU kernels: %s", cached, error)
+        logger.info("the CPU kernels cannot be kept: %s", error)
     with TemporaryDirectory() as folder:
         # A loaded library needs its file no more.
         return ctypes.CDLL(str(_built(compiler, Path(folder) / name)))
@@ -161,6 +167,13 @@ def _built(compiler: list[str], path: Path) -> Path:
             new.write_bytes(content + sha256(content).digest())
             new.replace(path)
     return path
+
+
+def _require_ours(folder: Path, file: Path) -> None:
+    """Refuse a library that somebody else could have put there."""
+    owners = {place.stat().st_uid for place in (folder, file)}
+    if owners != {os.geteuid()} or folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others can write to {folder}")
 
 
 def _is_whole(path: Path) -> bool:
