@@ -74,6 +74,42 @@ def test_neighbours_differ_in_one_number():
     assert found == [(64, 1), (256, 1), (128, 2)]
 
 
+def test_the_search_starts_at_the_tile_in_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
+    tiles.store("GPU", {"a 1": (4, 2)})
+    device = torch.device("cuda", 0)
+    with tiles.requests() as asked:
+        tiles.tile("a", (1,), device, (1, 1))
+        tiles.tile("b", (1,), device, (1, 1))
+        with tiles.trying({"b 1": (2, 2)}):
+            tiles.tile("b", (1,), device, (1, 1))
+    assert asked == {"a 1": (4, 2), "b 1": (2, 2)}
+
+
+def only(running):
+    """A clock on which all other tiles fail."""
+
+    def measure(cases, settings, label):
+        return {case.name: running.get(case.name, Failure("does not fit")) for case in cases}
+
+    return measure
+
+
+def test_a_tile_that_does_not_run_is_left_for_one_that_does(monkeypatch):
+    monkeypatch.setattr(tune, "operators", lambda *_: [operator()])
+    monkeypatch.setattr(tune, "measure", only({"(256, 4)": Timing(2.0, 0.0, 2.0)}))
+    (found,) = tune.tune(SETTINGS, Ceilings(1, 1), [None])
+    assert found == tune.Tuned(NAME, (512, 4), (256, 4), None, 2.0)
+
+
+def test_a_kernel_that_does_not_run_is_left_out(monkeypatch, caplog):
+    monkeypatch.setattr(tune, "operators", lambda *_: [operator()])
+    monkeypatch.setattr(tune, "measure", only({}))
+    with caplog.at_level(logging.WARNING):
+        assert list(tune.tune(SETTINGS, Ceilings(1, 1), [None])) == []
+    assert f"{NAME} runs neither with the tile (512, 4)" in caplog.text
+
+
 def test_what_was_found_is_kept_for_the_gpu(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     device = torch.device("cuda", 0)

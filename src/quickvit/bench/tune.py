@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,8 @@ from quickvit.bench.timing import Job, Settings, Timing, measure
 from quickvit.bench.work import Ceilings, Shape
 from quickvit.ops.tiles import Tile, requests, trying
 
+logger = logging.getLogger(__name__)
+
 # A tile must be this much faster than the one before to take its place.
 GAIN = 0.98
 MAX_STEPS = 4
@@ -21,12 +24,15 @@ MAX_STEPS = 4
 
 @dataclass(frozen=True)
 class Tuned:
-    """The tile of a kernel before and after the search, with the milliseconds of its operator."""
+    """The tile of a kernel before and after the search, with the milliseconds of its operator.
+
+    before_ms: None if the kernel does not run with that tile on this GPU.
+    """
 
     kernel: str
     before: Tile
     after: Tile
-    before_ms: float
+    before_ms: float | None
     after_ms: float
 
 
@@ -39,7 +45,9 @@ def tune(settings: Settings, ceilings: Ceilings, shapes: Sequence[Shape]) -> Ite
                 for kernel, tile in _asked(operator, settings).items():
                     if kernel not in done:
                         done.add(kernel)
-                        yield _search(operator, kernel, tile, settings, ceilings)
+                        found = _search(operator, kernel, tile, settings, ceilings)
+                        if found is not None:
+                            yield found
 
 
 def neighbours(tile: Tile) -> list[Tile]:
@@ -58,17 +66,25 @@ def _asked(operator: Operator, settings: Settings) -> dict[str, Tile]:
     return dict(asked)
 
 
-def _search(operator: Operator, kernel: str, tile: Tile, settings: Settings, ceilings: Ceilings) -> Tuned:
+def _search(
+    operator: Operator, kernel: str, tile: Tile, settings: Settings, ceilings: Ceilings
+) -> Tuned | None:
+    """None if the kernel runs neither with its tile nor with a neighbour."""
     times: dict[Tile, float] = {}
     best = tile
     for _ in range(MAX_STEPS):
         new = [candidate for candidate in (best, *neighbours(best)) if candidate not in times]
         times |= _times(operator, kernel, new, settings, ceilings)
+        if not times:
+            logger.warning(
+                "%s runs neither with the tile %s nor with a neighbour, so it keeps it", kernel, tile
+            )
+            return None
         fastest = min(times, key=times.__getitem__)
-        if times[fastest] > GAIN * times[best]:
+        if best in times and times[fastest] > GAIN * times[best]:
             break
         best = fastest
-    return Tuned(kernel, tile, best, times[tile], times[best])
+    return Tuned(kernel, tile, best, times.get(tile), times[best])
 
 
 def _times(

@@ -29,14 +29,15 @@ _requests: dict[str, Tile] | None = None
 def tile(kernel: str, shape: tuple[int, ...], device: torch.device, default: Tile) -> Tile:
     """The tile of a kernel for operands of this shape."""
     name = f"{kernel} {'x'.join(map(str, shape))}"
-    if _requests is not None:
-        _requests[name] = default
+    chosen = default
     if name in _trial:
-        return _trial[name]
-    if device.type != "cuda":
-        return default
-    found = stored(torch.cuda.get_device_name(device)).get(name, default)
-    return found if len(found) == len(default) else default
+        chosen = _trial[name]
+    elif device.type == "cuda":
+        found = stored(torch.cuda.get_device_name(device)).get(name, default)
+        chosen = found if len(found) == len(default) else default
+    if _requests is not None:
+        _requests[name] = chosen
+    return chosen
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def trying(trial: dict[str, Tile]) -> Iterator[None]:
 
 @contextmanager
 def requests() -> Iterator[dict[str, Tile]]:
-    """The tiles that kernels ask for within this context, each with the kernel's own choice."""
+    """The tiles that kernels ask for within this context, each with the one that it runs with."""
     global _requests
     before, _requests = _requests, {}
     try:
