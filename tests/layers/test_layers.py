@@ -310,22 +310,6 @@ def test_block_with_dropout_in_training_keeps_the_bias():
     torch.testing.assert_close(block(x), block.eval()(x))
 
 
-def test_unfolded_kernels_are_kept_in_evaluation_only_while_they_are_right():
-    lift = randomize(OcticLift(4, 3, 16)).eval()
-    assert list(lift.state_dict()) == ["weight", "bias"]
-    with torch.no_grad():
-        first = lift.kernel()
-        assert lift.kernel() is first
-        lift.weight.mul_(2)
-        torch.testing.assert_close(lift.kernel(), 2 * first)
-        lift.load_state_dict({"weight": lift.weight / 2, "bias": lift.bias})
-        torch.testing.assert_close(lift.kernel(), first)
-        lift.double()
-        assert lift.kernel().dtype == torch.float64
-    assert lift.kernel().requires_grad
-    assert lift.train().kernel().requires_grad
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from quickvit.group import D8, DihedralGroup
 from quickvit.layers.dropout import OcticDropout
+from quickvit.layers.hooks import is_watched
 from quickvit.layers.linear import OcticLinear, Weights, weights_of
 from quickvit.ops import octic_attention
 from quickvit.ops.attention import octic_self_attention, takes_self_attention
@@ -43,7 +44,11 @@ class OcticAttention(nn.Module):
     def forward(self, x: Tensor, shapes: Shapes | None = None) -> Tensor:
         """Attend over the tokens of x; `shapes` are those of packed sequences."""
         qkv, proj = weights_of(self.qkv, self.proj)
-        return self.proj_drop(self.proj(self._heads(x, shapes, qkv), proj))
+        if is_watched(self.qkv):
+            heads = self._attend(self.qkv(x, qkv), None, shapes, overwrite=False)
+        else:
+            heads = self._heads(x, shapes, qkv)
+        return self.proj_drop(self.proj(heads, proj))
 
     def deferred(self, x: Tensor, shapes: Shapes | None = None) -> tuple[Tensor, Tensor | None]:
         """As forward, with a bias that is left to add, see `OcticLinear.deferred`."""
@@ -53,11 +58,22 @@ class OcticAttention(nn.Module):
         return self.proj.deferred(self._heads(x, shapes, qkv), proj)
 
     def _heads(self, x: Tensor, shapes: Shapes | None, weights: Weights) -> Tensor:
-        dropout = self.attn_drop if self.training else 0.0
         group = self.qkv.out_layout.group
-        if not dropout and takes_self_attention(x, self.num_heads, group, shapes):
+        if not self._dropout and takes_self_attention(x, self.num_heads, group, shapes):
             return octic_self_attention(x, *weights, self.qkv.bias, self.num_heads, shapes=shapes)
-        qkv, bias = self.qkv.product(x, weights)
+        return self._attend(*self.qkv.product(x, weights), shapes, overwrite=True)
+
+    def _attend(self, qkv: Tensor, bias: Tensor | None, shapes: Shapes | None, overwrite: bool) -> Tensor:
         return octic_attention(
-            qkv, self.num_heads, self.qkv.out_layout, bias, shapes=shapes, dropout=dropout, overwrite=True
+            qkv,
+            self.num_heads,
+            self.qkv.out_layout,
+            bias,
+            shapes=shapes,
+            dropout=self._dropout,
+            overwrite=overwrite,
         )
+
+    @property
+    def _dropout(self) -> float:
+        return self.attn_drop if self.training else 0.0

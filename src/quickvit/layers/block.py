@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from quickvit.group import D8, DihedralGroup
 from quickvit.layers.attention import OcticAttention
 from quickvit.layers.depth import Kept, keep
+from quickvit.layers.hooks import is_watched
 from quickvit.layers.mlp import OcticMlp
 from quickvit.layers.norm import OcticLayerNorm, OcticLayerScale
 from quickvit.ops.norm import residual
@@ -67,13 +68,17 @@ class OcticBlock(nn.Module):
         *,
         defer: bool = False,
         shapes: Shapes | None = None,
-    ) -> Tensor | tuple[Tensor, Pending]:
+    ) -> Tensor | tuple[Tensor, Pending | None]:
         """Apply the block; `pending` is what the block before left to add, and `defer` leaves ours to the next.
 
-        With `pending` x and the branch that is left to add are for this block alone, which may overwrite them.
+        With `pending` x and the branch that is left to add are for this block alone, which may overwrite them. A
+        block with hooks inside leaves nothing to the next, and overwrites nothing that a hook may have kept.
         `shapes` are those of packed sequences [T, C].
         """
         first, second = (self._keep(x, shapes) for _ in range(2))
+        if is_watched(*self.children()):
+            x = self._layer_by_layer(x, pending, first, second)
+            return (x, None) if defer else x
         alone = pending is not None
         if pending is None:
             y = self.norm1(first.of(x))
@@ -91,6 +96,17 @@ class OcticBlock(nn.Module):
         branch, bias, scale, samples, added = pending
         layout = self.norm1.layout
         return residual(x, branch, layout, bias=bias, scale=scale, sample_scale=samples, added=added)
+
+    def _layer_by_layer(self, x: Tensor, pending: Pending | None, first: Kept, second: Kept) -> Tensor:
+        """The block by calls of its layers, so that all hooks run."""
+        if pending is not None:
+            x = self.add(x, pending)
+        y = self.attn(self.norm1(first.of(x)), first.shapes)
+        x = self.add(x, Pending(y if self.ls1 is None else self.ls1(y), None, None, first.scale, first.rows))
+        y = self.mlp(self.norm2(second.of(x)))
+        return self.add(
+            x, Pending(y if self.ls2 is None else self.ls2(y), None, None, second.scale, second.rows)
+        )
 
     def _keep(self, x: Tensor, shapes: Shapes | None) -> Kept:
         return keep(x, self.drop_path, training=self.training, subset=self.drop_path_subset, shapes=shapes)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from quickvit.group import D8, DihedralGroup
 from quickvit.layers.dropout import OcticDropout
+from quickvit.layers.hooks import is_watched
 from quickvit.layers.linear import OcticLinear, weights_of
 from quickvit.ops import octic_gelu
 from quickvit.ops.mlp import octic_mlp, takes_mlp
@@ -24,6 +25,8 @@ class OcticMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to packed tokens."""
+        if is_watched(*self.children()):
+            return self.drop2(self.fc2(self.drop1(octic_gelu(self.fc1(x), None, self.group))))
         y, bias = self._branch(x, overwrite=False)
         return self.drop2(y if bias is None else y + self.fc2.out_layout.embed_invariant(bias))
 
