@@ -7,6 +7,7 @@ map back to C channels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -41,10 +42,12 @@ class PowerSpectrum(nn.Module):
         n2, split = self.layout.group.num_two_dim, self.layout.one_dim_channels
         parts = [x[..., self.layout.invariant], x[..., self.layout.copies : split].abs()]
         if n2:
-            first, second = x[..., split:].unflatten(-1, (n2, 2, -1)).unbind(-2)
+            # Half precision has neither the squares of small numbers nor those of large ones.
+            wide = x[..., split:].to(torch.promote_types(x.dtype, torch.float32))
+            first, second = wide.unflatten(-1, (n2, 2, -1)).unbind(-2)
             # The square root has no gradient at 0; clamped to the smallest number, it has the gradient 0.
-            power = (first.square() + second.square()).clamp_min(torch.finfo(x.dtype).tiny)
-            parts.append(power.sqrt().flatten(-2))
+            power = (first.square() + second.square()).clamp_min(torch.finfo(wide.dtype).tiny)
+            parts.append(power.sqrt().flatten(-2).to(x.dtype))
         return torch.cat(parts, dim=-1)
 
 
@@ -130,8 +133,7 @@ class MaxFilter(nn.Module):
         self.layout = Layout(dim, group)
         self.out_features = 2 * dim
         self.templates = nn.Parameter(torch.empty(2 * dim, dim))
-        self.actions: Tensor
-        self.register_buffer("actions", _actions(self.layout), persistent=False)
+        self.actions = _actions(self.layout)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -141,7 +143,8 @@ class MaxFilter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Best match of each template over all poses of x."""
         order = self.layout.group.order
-        poses = self.actions.to(x.dtype).mT[:, None] @ self.templates.unflatten(-1, (order, -1))
+        actions = self.templates.new_tensor(self.actions)
+        poses = actions.mT[:, None] @ self.templates.unflatten(-1, (order, -1))
         best: Tensor | None = None
         for templates in poses.flatten(-2):
             match = nn.functional.linear(x, templates)
@@ -161,8 +164,7 @@ class Canonical(nn.Module):
         self.layout = Layout(dim, group)
         self.out_features = dim
         self.template = nn.Parameter(torch.empty(dim))
-        self.actions: Tensor
-        self.register_buffer("actions", _actions(self.layout), persistent=False)
+        self.actions = _actions(self.layout)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -172,20 +174,23 @@ class Canonical(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Turn each token into its canonical pose."""
         order = self.layout.group.order
-        actions = self.actions.to(x.dtype)
-        templates = (actions.mT @ self.template.unflatten(-1, (order, -1))).flatten(-2)
-        scores = nn.functional.linear(x, templates)
+        # In half precision scores would often be equal, and the choice depend on the pose that is shown.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        actions = wide.new_tensor(self.actions)
+        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+            templates = (actions.mT @ self.template.to(wide).unflatten(-1, (order, -1))).flatten(-2)
+            scores = nn.functional.linear(wide, templates)
         choice = nn.functional.one_hot(scores.argmax(-1), order).to(x.dtype)
         if torch.is_grad_enabled():
-            soft = scores.softmax(-1)
+            soft = scores.softmax(-1).to(x.dtype)
             choice = choice + soft - soft.detach()
-        pose = torch.einsum("...g,gij->...ij", choice, actions)
+        pose = torch.einsum("...g,gij->...ij", choice, actions.to(x.dtype))
         return (pose @ x.unflatten(-1, (order, -1))).flatten(-2)
 
 
-def _actions(layout: Layout) -> Tensor:
-    """ρ(g) on the sub-tokens of every block, for all elements: [|G|, |G|, |G|]."""
-    return torch.stack([layout.action_matrix(g) for g in layout.group.elements]).float()
+def _actions(layout: Layout) -> list[list[list[float]]]:
+    """ρ(g) on the sub-tokens of every block, for all elements: |G| × |G| × |G| numbers, which need no loading."""
+    return [layout.action_matrix(g).tolist() for g in layout.group.elements]
 
 
 Invariant = LinearInvariant | PowerSpectrum | PolynomialInvariant | MaxFilter | Canonical
