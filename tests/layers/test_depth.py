@@ -268,3 +268,17 @@ def test_a_packed_standard_block_equals_that_of_each_batch():
     packed, shapes = pack(batches)
     for found, batch in zip(unpack(block(packed, shapes=shapes), shapes), batches, strict=True):
         torch.testing.assert_close(found, block(batch), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("subset", [False, True])
+@pytest.mark.parametrize(("samples", "rate"), [(4, 1.0), (0, 0.5)])
+def test_edges(subset, samples, rate):
+    """All branches dropped, and no samples at all."""
+    block = OcticBlock(64, 2, drop_path=rate).train()
+    block.drop_path_subset = subset
+    x = torch.randn(samples, 5, 64)
+    y = block(x)
+    assert y.shape == x.shape
+    assert y.isfinite().all()
+    if rate == 1.0 and not subset:
+        assert torch.equal(x, y)

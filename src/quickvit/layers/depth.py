@@ -25,7 +25,7 @@ def sample_scale(x: Tensor, drop_path: float, training: bool, shapes: Shapes | N
         return None
     keep = 1 - drop_path
     samples = x.shape[0] if shapes is None else sum(number for number, _ in shapes)
-    scale = torch.empty(samples, device=x.device, dtype=torch.float32).bernoulli_(keep) / keep
+    scale = torch.empty(samples, device=x.device, dtype=torch.float32).bernoulli_(keep) / (keep or 1)
     if shapes is None:
         return scale
     parts = zip(scale.split([number for number, _ in shapes]), shapes, strict=True)
@@ -72,12 +72,14 @@ def draw_subset(x: Tensor, drop_path: float, shapes: Shapes | None = None) -> Ke
     chosen, places, scales, kept = [], [], [], []
     sample = token = row = 0
     for rank, order, (number, length) in zip(ranks, orders, batches, strict=True):
-        count = max(1, number - int(number * drop_path))
+        count = min(number, max(1, number - int(number * drop_path)))
         step = torch.arange(length, device=x.device)
         first, rank = order[:count].unsqueeze(1) - sample, rank.unsqueeze(1) - sample
         chosen.append((token + length * first + step).flatten())
         places.append(torch.where(rank < count, row + length * rank + step, -1).flatten())
-        scales.append(torch.full((count * length,), number / count, device=x.device, dtype=torch.float32))
+        scales.append(
+            torch.full((count * length,), number / max(1, count), device=x.device, dtype=torch.float32)
+        )
         kept.append((count, length))
         sample, token, row = sample + number, token + number * length, row + count * length
     rows = Rows(torch.cat(chosen), torch.cat(places).to(torch.int32))
