@@ -22,6 +22,7 @@ from quickvit.models.checkpoints import (
     CheckpointError,
     load_weights,
     read_checkpoint,
+    save_weights,
     strip_wrappers,
 )
 
@@ -228,6 +229,48 @@ def test_a_model_that_could_not_be_rebuilt_is_not_saved(tmp_path):
         save_checkpoint(nn.Linear(2, 2), tmp_path / "model.safetensors")
 
 
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("colours", [None, 1, 3])
+def test_colours_of_any_number_of_channels_come_back(channels, colours, tmp_path):
+    model = build(in_chans=channels)
+    model.pretrained_cfg = {"mean": [0.25] * (colours or channels), "std": (0.5,) * (colours or channels)}
+    save_checkpoint(model, tmp_path / "model.safetensors")
+    found = load_checkpoint(tmp_path / "model.safetensors").pretrained_cfg
+    assert found == {name: tuple(value) for name, value in model.pretrained_cfg.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dynamic_img_size": 1}, "cannot save the model: it has dynamic_img_size=1 .*expected bool"),
+        ({"drop_rate": True}, "cannot save the model: it has drop_rate=True .*expected float"),
+        ({"drop_rate": torch.tensor(0.5)}, "whose configuration JSON does not hold: .*Tensor"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_would_be_refused_is_not_written(change, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        save_checkpoint(build(**change), tmp_path / "model.safetensors")
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("declared", [{"interpolation": "random"}, {"mean": (0.5, 0.5)}, {"std": (0, 0, 0)}])
+def test_a_preparation_that_would_be_refused_is_not_written(declared, tmp_path):
+    model = build()
+    model.pretrained_cfg = declared
+    with pytest.raises(CheckpointError, match=r"cannot save the model: it has .* for the preparation"):
+        save_checkpoint(model, tmp_path / "model.safetensors")
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.pth", "model", "model.safetensors.bak"])
+def test_only_safetensors_are_written(name, tmp_path):
+    for save in (save_checkpoint, lambda model, path: save_weights(model.state_dict(), path)):
+        with pytest.raises(ValueError, match=rf"written to \.safetensors files, got .*{name}"):
+            save(build(), tmp_path / name)
+    assert not os.listdir(tmp_path)
+
+
 # ---------------------------------------------------------------------- tensors that do not fit
 
 
@@ -265,6 +308,14 @@ def test_only_names_may_differ_when_not_strict(file):
         load_checkpoint(file, strict=False)
     with pytest.raises(CheckpointError, match=r"another shape norm\.weight"):
         load_weights(expected, read_checkpoint(file)[0], strict=False)
+
+
+def test_what_a_file_lacks_has_the_type_of_what_it_has(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_checkpoint(build(num_classes=0).bfloat16(), path)
+    model = load_checkpoint(path, strict=False, num_classes=3)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model(images().bfloat16()).shape == (1, 3)
 
 
 # ---------------------------------------------------------------------- files that are none
@@ -319,6 +370,14 @@ def test_any_damage_to_a_pickle_is_a_checkpoint_error(legacy, tmp_path):
         path.write_bytes(content[:length])
         with pytest.raises(CheckpointError):
             read_checkpoint(path)
+
+
+def test_tensors_of_impossible_shapes_are_refused(tmp_path):
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        read_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -396,6 +455,8 @@ def test_a_configuration_must_be_a_dictionary(text, message, file):
         ({"patch_size": 0}, "patch_size=0.*1 or more"),
         ({"reg_tokens": -1}, "reg_tokens=-1.*0 or more"),
         ({"num_classes": 10**12}, "num_classes=1000000000000"),
+        ({"depth": 10**400}, "depth=1000.*within reason"),
+        ({"mlp_ratio": -(10**400)}, "mlp_ratio=-1000.*within reason"),
         ({"mlp_ratio": float("nan")}, "mlp_ratio=nan"),
         ({"mlp_ratio": 1e300}, "mlp_ratio=1e"),
         ({"drop_rate": 2.0}, "cannot be built"),
@@ -425,7 +486,9 @@ def test_a_configuration_must_make_sense(change, message, file):
     "change",
     [
         {"mean": [0.5, 0.5]},
+        {"mean": []},
         {"mean": [0.5, 0.5, "red"]},
+        {"mean": [0.5, 0.5, 10**400]},
         {"std": [0.5, 0.5, 0.0]},
         {"std": [0.5, 0.5, float("inf")]},
         {"interpolation": "magic"},
@@ -434,7 +497,7 @@ def test_a_configuration_must_make_sense(change, message, file):
         {"url": "https://example.com"},
         "center",
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_the_preparation_of_images_must_make_sense(change, file):
     _, config = read_checkpoint(file)

@@ -169,6 +169,12 @@ def test_prefixes_and_training_heads_are_dropped(prefix):
         ({"cls_token.2": torch.ones(1, 1, 8)}, "cls_token must have 64 channels and be zero outside A1"),
         ({"cls_token.4": torch.ones(1, 1, 2, 16)}, "cls_token must have 64 channels and be zero outside A1"),
         ({"cls_token.4": None}, "cls_token must have 64 channels"),
+        ({f"cls_token.{i}": None for i in range(6)}, "missing cls_token.0"),
+        (
+            {"blocks.0.mlp.fc1.lin_A1.weight": torch.zeros(32, 0)},
+            r"fc1.lin_A1.weight of shape \(32, 0\) is empty",
+        ),
+        ({"patch_embed.lift8.conv_A1.weight": torch.zeros(0, 3, 2, 2)}, r"shape \(0, 3, 2, 2\) is empty"),
         ({"mask_token.0": torch.zeros(1, 8)}, "mask_token must have 64 channels"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -195,6 +201,9 @@ def test_a_file_is_converted(kind, tmp_path):
     assert error(model, exact, kind, "h8", "power_spectrum") < 1e-5
     with pytest.raises(CheckpointError, match="a quickvit checkpoint already"):
         convert_file(tmp_path / "ours.safetensors", tmp_path / "again.safetensors", num_heads=2)
+    with pytest.raises(ValueError, match=r"written to \.safetensors files, got .*out\.pth"):
+        convert_file(tmp_path / "released.pth", tmp_path / "out.pth", num_heads=2)
+    assert not (tmp_path / "out.pth").exists()
 
 
 def test_the_command_converts(tmp_path, capsys):

@@ -1,8 +1,11 @@
 """Whole models: what each family promises, in every mode, size and precision."""
 
+import copy
+import re
 import shutil
 from functools import partial
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -180,6 +183,20 @@ def test_exported_models_compute_the_same():
     torch.testing.assert_close(program.module()(x), model(x))
 
 
+def test_the_number_of_images_of_an_exported_model_is_free():
+    model = tiny("i8", mask_token=True).eval()
+    x = images(model, dtype=torch.float32)
+    mask = torch.rand(4, 16) < 0.5
+    batch = torch.export.Dim("batch", min=2)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))
+    torch.testing.assert_close(program.module()(x[:3]), model(x[:3]))
+    torch.compiler.reset()
+    features = torch.compile(model.forward_features, fullgraph=True, backend="eager", dynamic=True)
+    for size in (4, 3, 2):
+        expected = model.forward_features(x[:size], mask[:size])
+        torch.testing.assert_close(features(x[:size], mask[:size]), expected)
+
+
 def test_export_in_standard_operators():
     from quickvit.ops import plain
 
@@ -247,6 +264,15 @@ def test_autocast_runs_forward_and_backward():
         ({"lift": "square"}, "square"),
         ({"global_pool": "max"}, "max"),
         ({"class_token": False}, "class_token"),
+        ({"patch_size": 0}, "patch_size must be 1 or more, got 0"),
+        ({"in_chans": 0}, "in_chans must be 1 or more, got 0"),
+        ({"num_heads": 0}, "num_heads must be 1 or more, got 0"),
+        ({"pos_grid": -2}, "pos_grid must be 1 or more, got -2"),
+        ({"reg_tokens": -1}, "reg_tokens must be 0 or more, got -1"),
+        ({"num_classes": -1}, "num_classes must be 0 or more, got -1"),
+        ({"drop_path_rate": -0.1}, r"drop_path_rate must lie between 0 and 1, got -0\.1"),
+        ({"drop_path_rate": 1.5}, r"drop_path_rate must lie between 0 and 1, got 1\.5"),
+        ({"drop_path_rate": float("nan")}, "drop_path_rate must lie between 0 and 1, got nan"),
     ],
 )
 def test_wrong_arguments_are_named(options, message):
@@ -261,6 +287,65 @@ def test_wrong_images_are_named():
     dynamic = tiny("h8", dynamic_img_size=True)
     with pytest.raises(ValueError, match="18×16"):
         dynamic(torch.randn(1, 3, 18, 16))
+    for shape in ((2, 1, 16, 16), (3, 16, 16), (1, 1, 3, 16, 16)):
+        with pytest.raises(ValueError, match=rf"shape {re.escape(str(shape))}, expected \[B, 3, H, W\]"):
+            model(torch.randn(shape))
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 16), (16,), (4, 4, 4), (4, 15)])
+def test_masks_of_another_shape_are_refused(shape):
+    model = tiny("i8", mask_token=True)
+    message = rf"mask of shape {re.escape(str(shape))}, expected one value per patch, \(4, 16\)"
+    with pytest.raises(ValueError, match=message):
+        model.forward_features(images(model, dtype=torch.float32), torch.ones(shape, dtype=torch.bool))
+
+
+def test_a_drop_path_rate_of_one_trains():
+    model = tiny("h8", drop_path_rate=1.0, uniform_drop_path=True)
+    assert model(images(model, dtype=torch.float32)).isfinite().all()
+
+
+@pytest.mark.parametrize("number", [np.int64(4), torch.tensor([0, 3]).max() + 1])
+def test_models_with_numbers_of_classes_of_other_types_are_saved(number, tmp_path):
+    model = tiny("h8", num_classes=number)
+    assert type(model.config["num_classes"]) is int
+    model.reset_classifier(number + 1)
+    assert type(model.num_classes) is type(model.config["num_classes"]) is int
+    model.save_pretrained(tmp_path)
+    assert QuickVisionTransformer.from_pretrained(tmp_path).head.out_features == 5
+    with pytest.raises(ValueError, match="num_classes must be 0 or more, got -1"):
+        model.reset_classifier(-1)
+    with pytest.raises(TypeError, match="float"):
+        model.reset_classifier(2.5)
+
+
+def test_a_new_head_is_where_the_model_is():
+    model = tiny("h8").bfloat16()
+    model.patch_embed.kernel = None
+    model.reset_classifier(3)
+    assert model.head.weight.dtype == torch.bfloat16
+
+
+def test_a_model_that_was_pruned_in_its_octic_part_is_steerable_to_the_end():
+    whole = tiny("i8", octic_depth=3).eval()
+    x = images(whole, dtype=torch.float32)
+    expected = whole.forward_steerable(x, 2).tokens
+    pruned = copy.deepcopy(whole)
+    pruned.prune_intermediate_layers([0, 1])
+    assert (pruned.octic_depth, len(pruned.blocks)) == (2, 2)
+    torch.testing.assert_close(pruned.forward_steerable(x).tokens, expected)
+    (tokens,) = pruned.forward_intermediates(x, [1], output_fmt="NLC", intermediates_only=True)
+    torch.testing.assert_close(tokens, expected[:, 1:])
+    with pytest.raises(ValueError, match="depth must be between 0 and 2, got 3"):
+        pruned.forward_steerable(x, 3)
+    with pytest.raises(ValueError, match="the 2 blocks that pruning left are all steerable"):
+        pruned.forward_intermediates(x, [1], norm=True)
+    with pytest.raises(ValueError, match="block 1 is steerable, take blocks from 2 on"):
+        whole.forward_intermediates(x, [1], norm=True)
+    # What leaves the octic part still does after pruning behind it.
+    whole.prune_intermediate_layers([2])
+    assert whole.octic_depth == 3
+    whole.forward_intermediates(x, [2], norm=True)
 
 
 def test_octic_weights_start_matched_or_as_released():
@@ -334,6 +419,40 @@ def test_nobody_reads_what_a_block_may_overwrite(family, monkeypatch):
     assert seen[0].isfinite().all()
     assert torch.equal(x, inputs[0])
     assert torch.equal(tokens, inputs[1])
+
+
+@pytest.mark.parametrize(
+    "part", [name for name, _ in tiny("d8", init_values=1.0).blocks[1].named_modules() if name]
+)
+@pytest.mark.parametrize("training", [False, True])
+def test_hooks_see_into_octic_blocks(part, training, monkeypatch):
+    """The result stays, what a hook keeps is not overwritten, and what it returns counts."""
+    net = tiny("d8", init_values=1.0).double().train(training)
+    x, seen = images(net), []
+    with torch.set_grad_enabled(training):
+        expected = net(x)
+        monkeypatch.setattr(
+            norm, "octic_residual_norm", spoiling(norm.octic_residual_norm, 0 if training else 2)
+        )
+        monkeypatch.setattr(
+            attention, "octic_attention", spoiling(attention.octic_attention, 0 if training else 1)
+        )
+        monkeypatch.setattr(OcticMlp, "deferred", spoiling(OcticMlp.deferred, 0 if training else 1))
+        module = net.blocks[1].get_submodule(part)
+        hook = module.register_forward_hook(lambda module, args, result: seen.extend([args[0], result]))
+        torch.testing.assert_close(net(x), expected)
+        assert len(seen) == 2
+        assert all(tensor.isfinite().all() for tensor in seen)
+        hook.remove()
+        module.register_forward_hook(lambda module, args, result: 2 * result)
+        assert not torch.allclose(net(x), expected)
+
+
+def test_gradients_are_hooked_inside_octic_blocks():
+    net, seen = tiny("d8").double(), []
+    net.blocks[0].attn.register_full_backward_hook(lambda module, before, after: seen.append(after[0]))
+    net(images(net)).sum().backward()
+    assert seen[0].abs().sum() > 0
 
 
 @pytest.mark.parametrize("pool", ["token", "avg"])

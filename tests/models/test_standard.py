@@ -57,6 +57,8 @@ def test_what_others_made_is_not_described():
         ({"patch_size": 0}, "describes a model that cannot be built"),
         ({"img_size": -32}, "has img_size=-32 in its configuration"),
         ({"mlp_ratio": float("inf")}, "has mlp_ratio=inf in its configuration"),
+        ({"mlp_ratio": 10**400}, "has mlp_ratio=1000"),
+        ({"act_layer": "foo"}, "describes a model that cannot be built: 'foo'"),
         ({"pretrained": True}, "has pretrained=True in its configuration"),
         ({"block_fn": "Block"}, "has block_fn='Block' in its configuration"),
         ({"preprocessing": {"mean": "grey"}}, "has mean='grey' for the preparation of images"),

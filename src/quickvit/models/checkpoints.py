@@ -11,7 +11,6 @@ import os
 import pickle
 import struct
 from collections.abc import Callable
-from math import isfinite
 from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from quickvit.models.quick_vit import QuickVisionTransformer
 
 CONFIG_KEY = "quickvit"
+SUFFIX = ".safetensors"
 # How images are prepared for the model, in timm's words; beside its arguments in the configuration.
 PREPROCESSING = "preprocessing"
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
@@ -46,6 +46,8 @@ _UNREADABLE = (
     OverflowError,
     struct.error,
 )
+# What tensors of impossible shapes in a safetensors file raise.
+_UNREADABLE_TENSORS = (RuntimeError, TypeError, ValueError, OverflowError)
 _AT_LEAST_ONE = ("img_size", "patch_size", "in_chans", "embed_dim", "num_heads", "pos_grid")
 _LARGEST = 2**31
 # Larger than any patch or grid in use; a file that has the tensors is judged by them.
@@ -63,23 +65,25 @@ def save_checkpoint(model: nn.Module, path: str | Path, state: dict[str, Tensor]
     """Write weights and configuration of a Quick ViT (compiled or wrapped or not) to a safetensors file.
 
     `state` replaces the model's own state dict, for weights that were averaged or gathered from shards. What
-    the model's timm configuration says about the preparation of images is written too. The file appears whole or
-    not at all.
+    the model's timm configuration says about the preparation of images is written too. What `load_checkpoint` would
+    refuse is not written. The file appears whole or not at all.
     """
+    require_suffix(path)
     model = _unwrap(model)
     state = _stripped(model.state_dict() if state is None else state)
+    preprocessing = declared_preprocessing(model)
+    config = {**model.config, PREPROCESSING: preprocessing} if preprocessing else model.config
+    _check_written(config, state, type(model))
     if problems := _problems(_outline(type(model), model.config).state_dict(), state):
         raise CheckpointError(
             f"cannot save a model that its configuration no longer describes: {'; '.join(problems)}"
         )
-    preprocessing = declared_preprocessing(model)
-    save_weights(
-        state, path, {**model.config, PREPROCESSING: preprocessing} if preprocessing else model.config
-    )
+    save_weights(state, path, config)
 
 
 def save_weights(state: dict[str, Tensor], path: str | Path, config: dict[str, Any] | None = None) -> None:
     """Write the tensors of any model to a safetensors file, which appears whole or not at all."""
+    require_suffix(path)
     metadata = {"format": "pt"} if config is None else {"format": "pt", CONFIG_KEY: json.dumps(config)}
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -87,12 +91,37 @@ def save_weights(state: dict[str, Tensor], path: str | Path, config: dict[str, A
     mode = temporary.stat().st_mode
     try:
         tensors = {name: tensor.detach().contiguous() for name, tensor in state.items()}
-        save_file(tensors, str(temporary), metadata=metadata)
+        try:
+            save_file(tensors, str(temporary), metadata=metadata)
+        except SafetensorError as error:
+            # So does safetensors call a full disk.
+            raise OSError(f"cannot write {path}: {error}") from error
         # Some versions of safetensors let only the owner read what they write.
         temporary.chmod(mode)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def require_suffix(path: str | Path) -> None:
+    """Refuse to write where `read_checkpoint` would expect a pickle."""
+    if Path(path).suffix != SUFFIX:
+        raise ValueError(f"checkpoints are written to {SUFFIX} files, got {path}")
+
+
+def _check_written(
+    config: dict[str, Any], state: dict[str, Tensor], model_class: type[QuickVisionTransformer]
+) -> None:
+    """The checks of a reader, on what it will find."""
+    try:
+        found = _tuples(json.loads(json.dumps(config)))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot save a model whose configuration JSON does not hold: {error}"
+        ) from error
+    source = "cannot save the model: it"
+    check_preprocessing(found.pop(PREPROCESSING, {}), source, found.get("in_chans"))
+    _check_config(found, state, source, get_type_hints(model_class.__init__))
 
 
 def _unwrap(model: nn.Module) -> QuickVisionTransformer:
@@ -111,8 +140,9 @@ def _unwrap(model: nn.Module) -> QuickVisionTransformer:
 def load_checkpoint(path: str | Path, strict: bool = True, **overrides: Any) -> QuickVisionTransformer:
     """Build the model that a checkpoint describes and load its weights, in the precision they were saved in.
 
-    `overrides` replace values of its configuration, for example drop_path_rate; a new img_size keeps the
-    positions and resizes them in the forward pass.
+    As every new module the model is in training mode: call .eval() for inference. `overrides` replace values of its
+    configuration, for example drop_path_rate; a new img_size keeps the positions and resizes them in the forward
+    pass.
     """
     state, config = read_checkpoint(path)
     return restore(config, state, str(path), strict, **overrides)
@@ -123,7 +153,7 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
-    return _read_safetensors(path) if path.suffix == ".safetensors" else (_read_pickle(path), None)
+    return _read_safetensors(path) if path.suffix == SUFFIX else (_read_pickle(path), None)
 
 
 def restore(
@@ -141,7 +171,7 @@ def restore(
         )
     state = _stripped(state, source)
     config = _tuples(config)
-    preprocessing = check_preprocessing(config.pop(PREPROCESSING, {}), source)
+    preprocessing = check_preprocessing(config.pop(PREPROCESSING, {}), source, config.get("in_chans"))
     _check_config(config, state, source, get_type_hints(model_class.__init__))
     img_size = overrides.pop("img_size", None)
     config = {**config, **overrides}
@@ -152,7 +182,13 @@ def restore(
     own = model.state_dict()
     require_fit(own, state, strict, source)
     if own.keys() - state.keys():
-        state = {**model_class(**config).state_dict(), **state}
+        loaded = (state[name].dtype for name in own if name in state and state[name].is_floating_point())
+        dtype = next(loaded, torch.get_default_dtype())
+        fresh = model_class(**config).state_dict()
+        state = {
+            **{name: new.to(dtype) if new.is_floating_point() else new for name, new in fresh.items()},
+            **state,
+        }
     # Copies, because safetensors maps the file into memory, and later writes to it would change the weights.
     model.load_state_dict({name: state[name].clone() for name in own}, assign=True)
     if preprocessing:
@@ -183,7 +219,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | N
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+    except (SafetensorError, *_UNREADABLE_TENSORS) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
     if CONFIG_KEY not in metadata:
         return tensors, None
@@ -303,7 +339,7 @@ def _check_config(
             )
         least = int(name in _AT_LEAST_ONE)
         numbers = [v for v in _flat(value) if isinstance(v, int | float)]
-        if not all(isfinite(v) and least <= v < _LARGEST for v in numbers):
+        if not all(least <= v < _LARGEST for v in numbers):
             raise CheckpointError(
                 f"{source} has {name}={value!r} in its configuration, expected {least} or more, within reason"
             )
@@ -328,11 +364,14 @@ def declared_preprocessing(model: nn.Module) -> dict[str, Any]:
     return {name: declared[name] for name in _IMAGES if name in declared}
 
 
-def check_preprocessing(found: Any, source: str) -> dict[str, Any]:
+def check_preprocessing(found: Any, source: str, in_chans: Any = None) -> dict[str, Any]:
     """What a file says about its images, refused unless each entry is what timm expects there."""
     found = _tuples(found) if isinstance(found, dict) else {"preprocessing": found}
+    # timm declares three colours also for models of other channels.
+    lengths = (1, 3, in_chans)
     for name, value in found.items():
-        if name not in _IMAGES or not _IMAGES[name](value):
+        sane = name in _IMAGES and _IMAGES[name](value)
+        if not sane or (name in ("mean", "std") and len(value) not in lengths):
             raise CheckpointError(f"{source} has {name}={value!r} for the preparation of images")
     return found
 
@@ -340,8 +379,8 @@ def check_preprocessing(found: Any, source: str) -> dict[str, Any]:
 def _are_colors(value: Any) -> bool:
     return (
         isinstance(value, tuple)
-        and len(value) == 3
-        and all(type(v) in (int, float) and isfinite(v) for v in value)
+        and bool(value)
+        and all(type(v) in (int, float) and abs(v) < _LARGEST for v in value)
     )
 
 

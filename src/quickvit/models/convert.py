@@ -21,6 +21,7 @@ from quickvit.group import D8, Layout
 from quickvit.models.checkpoints import (
     CheckpointError,
     read_checkpoint,
+    require_suffix,
     restore,
     save_checkpoint,
     strip_wrappers,
@@ -65,6 +66,7 @@ _HEAD = {"head.weight": 1, "head.bias": None}
 
 def convert_file(source: str | Path, target: str | Path, num_heads: int | None = None) -> None:
     """Read a released checkpoint and write it as one of ours (safetensors)."""
+    require_suffix(target)
     state, config = read_checkpoint(source)
     if config is not None:
         raise CheckpointError(f"{source} is a quickvit checkpoint already")
@@ -124,6 +126,10 @@ def _config(state: dict[str, Tensor], num_heads: int | None, source: str) -> dic
     def shape(name: str, ndim: int) -> torch.Size:
         if name not in state or state[name].ndim != ndim:
             raise CheckpointError(f"{source} is not a released h8 or i8 model: it has no {ndim}-d {name}")
+        if not state[name].numel():
+            raise CheckpointError(
+                f"{source} is not a released h8 or i8 model: its {name} of shape {tuple(state[name].shape)} is empty"
+            )
         return state[name].shape
 
     copies, in_chans, half_patch, _ = shape("patch_embed.lift8.conv_A1.weight", 4)
@@ -168,7 +174,7 @@ def _rules(state: dict[str, Tensor], config: dict[str, Any]) -> Rules:
         "pos_embed.weight": ([f"pos_embed.{i}" for i in range(len(_LIFTS))], _positions),
     }
     for token in ("cls_token", "mask_token") if config["mask_token"] else ("cls_token",):
-        parts = sorted(name for name in state if name.startswith(f"{token}."))
+        parts = sorted(name for name in state if name.startswith(f"{token}.")) or [f"{token}.0"]
         rules[f"{token}.weight"] = (parts, partial(_token, token, width))
     for i in range(octic_depth):
         rules |= _octic_block(f"blocks.{i}")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from operator import index
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,17 @@ from quickvit.layers.linear import STANDARD_STD
 from quickvit.ops.packing import Shapes, pack, unpack
 
 POOLS = ("token", "avg", "")
+# The smallest value of arguments that count something.
+_LEAST = {
+    "patch_size": 1,
+    "in_chans": 1,
+    "num_classes": 0,
+    "embed_dim": 1,
+    "depth": 0,
+    "num_heads": 1,
+    "reg_tokens": 0,
+    "pos_grid": 1,
+}
 _layer_norm: Any = partial(LayerNorm, eps=1e-6)
 
 
@@ -125,12 +137,18 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         released_norm: bool = False,
         released_init: bool = False,
     ) -> None:
+        # JSON, and so a checkpoint, knows no integers of numpy.
+        num_classes = index(num_classes)
         config = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self.config: dict[str, Any] = config
         # What the Hub's mixin saves: the same dictionary, so that it follows every change.
         self._hub_mixin_config = config
         kind = _family(family)
+        for name, least in _LEAST.items():
+            value = config[name]
+            _require(value is None or value >= least, f"{name} must be {least} or more, got {value}")
+        _require(0 <= drop_path_rate <= 1, f"drop_path_rate must lie between 0 and 1, got {drop_path_rate}")
         _require(global_pool in POOLS, f"global_pool must be one of {POOLS}, got {global_pool!r}")
         _require(class_token or global_pool != "token", "global_pool='token' needs class_token=True")
         _require(lift in ("octic", "free"), f"lift must be 'octic' or 'free', got {lift!r}")
@@ -149,6 +167,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         self.family = family
         self.group = group
         self.octic_depth = octic_depth
+        # False once the model was pruned within its octic part.
+        self.leaves_octic = True
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.global_pool = global_pool
@@ -241,6 +261,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head; 0 classes remove it."""
+        num_classes = index(num_classes)
+        _require(num_classes >= 0, f"num_classes must be 0 or more, got {num_classes}")
         if global_pool is not None:
             _require(global_pool in POOLS, f"global_pool must be one of {POOLS}, got {global_pool!r}")
             _require(
@@ -250,7 +272,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
             # The norms stay where they are, whatever a new model with this pooling would do.
             self.config["fc_norm"] = not isinstance(self.fc_norm, nn.Identity)
         self.num_classes = self.config["num_classes"] = num_classes
-        reference = self.patch_embed.kernel()
+        reference = next(self.patch_embed.parameters())
         head = nn.Linear(self.embed_dim, num_classes) if num_classes else nn.Identity()
         self.head = head.apply(_init_standard).to(reference.device, reference.dtype).train(self.training)
 
@@ -373,6 +395,11 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         """timm's access to the tokens after chosen blocks; those before the last octic block are steerable."""
         _require(output_fmt in ("NCHW", "NLC"), f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         take, last = feature_take_indices(len(self.blocks), indices)
+        if norm and not self.leaves_octic:
+            raise ValueError(
+                f"norm=True is for tokens that left the octic part; the {len(self.blocks)} blocks that pruning left "
+                f"are all steerable"
+            )
         if norm and min(take) < self.octic_depth - 1:
             raise ValueError(
                 f"norm=True is for tokens that left the octic part; block {min(take)} is steerable, take blocks "
@@ -422,6 +449,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         take, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if last + 1 < self.octic_depth:
+            self.octic_depth = last + 1
+            self.leaves_octic = False
             self.invariant = None
         if prune_norm:
             self.norm = nn.Identity()
@@ -441,6 +470,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
 
     def _embed(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
         """Images → steerable tokens with positions and prefix, and the grid of the patches."""
+        if x.ndim != 4 or x.shape[1] != self.in_chans:
+            raise ValueError(f"got images of shape {tuple(x.shape)}, expected [B, {self.in_chans}, H, W]")
         height, width = x.shape[-2:]
         if not self.dynamic_img_size and (height, width) not in (self.img_size, self.img_size[::-1]):
             expected = "×".join(map(str, self.img_size))
@@ -453,6 +484,10 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         if mask is not None:
             if self.mask_token is None:
                 raise ValueError("this model has no mask token; create it with mask_token=True")
+            if mask.shape != x.shape[:2]:
+                raise ValueError(
+                    f"got a mask of shape {tuple(mask.shape)}, expected one value per patch, {tuple(x.shape[:2])}"
+                )
             x = torch.where(mask.unsqueeze(-1), self.mask_token().to(x.dtype), x)
         x = x + self.pos_embed(*grid).flatten(0, 1)
         prefix = [tokens() for tokens in (self.cls_token, self.reg_token) if tokens is not None]

@@ -5,7 +5,6 @@ As those of Quick ViTs they are untrusted: only known options of a sane size bui
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import Any, get_type_hints
 
 import torch
@@ -48,7 +47,7 @@ def restore_any(
         name: tuple(value) if isinstance(value, list) else value for name, value in config.items()
     }
     name = options.pop(STANDARD)
-    preprocessing = check_preprocessing(options.pop(PREPROCESSING, {}), source)
+    preprocessing = check_preprocessing(options.pop(PREPROCESSING, {}), source, options.get("in_chans"))
     for option, value in options.items():
         if not _fits(option, value):
             raise CheckpointError(
@@ -61,7 +60,7 @@ def restore_any(
     try:
         with torch.device("meta"):
             model = create_model(str(name), **options)
-    except (ValueError, RuntimeError, TypeError, AssertionError, ZeroDivisionError) as error:
+    except (ValueError, RuntimeError, TypeError, LookupError, AssertionError, ArithmeticError) as error:
         raise CheckpointError(f"{source} describes a model that cannot be built: {error}") from error
     require_fit(model.state_dict(), state, strict=True, source=source)
     model.load_state_dict({key: tensor.clone() for key, tensor in state.items()}, assign=True)
@@ -74,5 +73,5 @@ def restore_any(
 def _fits(name: str, value: Any) -> bool:
     """Whether an option is known, and its value of its type and size."""
     numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, int | float)]
-    sane = all(isfinite(v) and 0 <= v < LARGEST for v in numbers)
+    sane = all(0 <= v < LARGEST for v in numbers)
     return name in OPTIONS and is_a(value, OPTIONS[name]) and sane
