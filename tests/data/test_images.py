@@ -129,3 +129,9 @@ def test_folders_are_searched_in_order_without_hidden_files_and_circles(tmp_path
     os.symlink(tmp_path / "a", tmp_path / "elsewhere" / "linked")
     found = [str(path.relative_to(tmp_path)) for path in find_images([tmp_path])]
     assert found == ["a/z.webp", "a.png", "b/10.JPG", "b/2.png", "elsewhere/linked/z.webp"]
+
+
+def test_a_link_to_itself_is_no_folder(tmp_path):
+    Image.new("RGB", (2, 2)).save(tmp_path / "0.png")
+    (tmp_path / "loop").symlink_to("loop")
+    assert find_images([tmp_path]) == [tmp_path / "0.png"]

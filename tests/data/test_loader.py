@@ -1,6 +1,12 @@
 """Batches are functions of seed and step: not of workers, ranks or restarts; and broken images do not stop them."""
 
 import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from dataclasses import dataclass
 
@@ -23,6 +29,7 @@ from quickvit.data import (
     eval_transform,
     open_source,
 )
+from quickvit.data.loader import _leave_signals_to_parent
 
 # PyTorch warns of more workers than cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -297,3 +304,25 @@ def test_evaluation_has_the_same_limit(damaged):
     assert {path for path, _ in loader.unreadable} == broken
     with pytest.raises(TooManyUnreadable):
         list(EvalLoader(open_source(folder), eval_transform(16), batch_size=40, max_unreadable=0))
+
+
+def idle(ready):
+    _leave_signals_to_parent(0)
+    ready.set()
+    time.sleep(60)
+
+
+def test_a_worker_is_ended_by_its_parent_alone():
+    """Python ends the workers that are left at its exit by SIGTERM, and waits for them."""
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    worker = context.Process(target=idle, args=(ready,), daemon=True)
+    worker.start()
+    assert ready.wait(30)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        subprocess.run([sys.executable, "-c", f"import os; os.kill({worker.pid}, {int(number)})"], check=True)
+        worker.join(0.2)
+        assert worker.is_alive()
+    os.kill(worker.pid, signal.SIGTERM)
+    worker.join(30)
+    assert worker.exitcode == 0

@@ -91,8 +91,10 @@ def test_wrong_options_are_named(options, message):
         Mixing(**{"classes": CLASSES, **options})
 
 
-def test_odd_batches_are_refused(batch):
+def test_odd_batches_are_refused_where_something_is_mixed(batch):
     images, targets = batch
+    _, hot = Mixing(CLASSES, 0, 0, smoothing=0.1)(images[:7], targets[:7], 0, first=7)
+    assert torch.equal(hot.argmax(-1), targets[:7])
     with pytest.raises(ValueError, match="even number of images, got 7 from number 0 on"):
         Mixing(CLASSES)(images[:7], targets[:7], 0)
     with pytest.raises(ValueError, match="got 4 from number 3 on"):

@@ -126,6 +126,13 @@ def test_wrong_masks_are_named(folder, change, message):
         open_segmentation(folder).read_mask(0)
 
 
+def test_a_mask_is_read_whether_its_image_can_be_or_not(folder):
+    source = open_segmentation(folder)
+    expected = source.read_mask(0)
+    (folder / "images" / "train" / "a.jpg").write_bytes(b"no image")
+    assert (source.read_mask(0) == expected).all()
+
+
 def test_missing_parts_are_named(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="no folder"):
         open_segmentation(tmp_path / "nowhere")

@@ -141,6 +141,13 @@ def test_a_flat_split_with_a_list(tmp_path, write_images):
         open_source(tmp_path, "val")
 
 
+def test_a_list_is_that_of_the_folder_that_was_found(folder, write_images):
+    write_images(folder, "test/7.png")
+    (folder / "test.txt").write_text("7.png cat\n")
+    assert labels(open_source(folder, "val")) == [("ant/0.png", 0), ("cat/0.png", 1), ("cat/1.png", 1)]
+    assert labels(open_source(folder, "test")) == [("test/7.png", 1)]
+
+
 def test_nothing_to_read_is_named(tmp_path, write_images):
     with pytest.raises(
         FileNotFoundError, match="no data at '/nowhere': expected a folder, digits, wds/FOLDER"

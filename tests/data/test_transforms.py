@@ -114,6 +114,28 @@ def test_evaluation_is_that_of_timm(image, size, ratio, interpolation):
     assert torch.equal(ours(image, 1), ours(image, 2))
 
 
+@pytest.mark.parametrize("shape", [(4, 400), (401, 4)], ids=str)
+@pytest.mark.parametrize("size", [16, (8, 16)], ids=str)
+def test_a_very_long_image_is_cut_where_nobody_sees_it(shape, size):
+    pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    target = (3, *((size, size) if isinstance(size, int) else size))
+    theirs = create_transform(target, crop_pct=1.0, interpolation="bicubic", normalize=False)
+    assert torch.equal(eval_transform(size).pixels(image), theirs(image))
+
+
+@pytest.mark.parametrize("shape", [(1, 60_000), (60_000, 1)], ids=str)
+def test_a_very_long_image_fits_into_memory(shape, monkeypatch):
+    sizes = []
+    resize = Image.Image.resize
+    monkeypatch.setattr(
+        Image.Image, "resize", lambda self, size, *a, **k: sizes.append(size) or resize(self, size, *a, **k)
+    )
+    image = Image.fromarray(np.zeros((*shape, 3), np.uint8))
+    assert eval_transform(32).pixels(image).shape == (3, 32, 32)
+    assert max(max(size) for size in sizes) <= 32 * 17
+
+
 @pytest.mark.parametrize("mode", ["squash", "border"])
 def test_other_crops_are_those_of_timm(image, mode):
     theirs = create_transform((3, 32, 32), crop_pct=0.9, crop_mode=mode, interpolation="bicubic")

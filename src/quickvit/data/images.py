@@ -137,7 +137,15 @@ def _walk(folder: str, prefix: str, suffixes: Container[str], above: tuple[str, 
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir():
+            if _is_folder(entry):
                 yield from _walk(entry.path, f"{prefix}{entry.name}{os.sep}", suffixes, (*above, real))
             elif os.path.splitext(entry.name)[1].lower() in suffixes:
                 yield prefix + entry.name
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        # A link to itself, for example.
+        return False

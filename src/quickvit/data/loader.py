@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -302,6 +305,23 @@ class _Parts(Dataset[_Loaded]):
         return _Loaded(_collate(samples) if samples else None, unreadable)
 
 
+def _leave_signals_to_parent(_worker: int) -> None:
+    """Outlive what is sent to a whole group of processes: a worker that dies of it takes the run with it."""
+    for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    # By SIGTERM the parent ends its workers too. A handler is not told who sent it; whoever waits for it is.
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_if_parent_asks, daemon=True).start()
+
+
+def _end_if_parent_asks() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
+
 def _reader(
     source: Source, transform: AnyTransform, unreadable: list[tuple[str, str]]
 ) -> Callable[[int, int], Loaded | None]:
@@ -377,6 +397,7 @@ class _Pipeline:
             sampler=keys,
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
+            worker_init_fn=_leave_signals_to_parent,
             **options,
         )
         for loaded in loader:

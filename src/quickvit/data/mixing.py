@@ -57,12 +57,14 @@ class Mixing:
 
         seed: decides the draws of the global batch; first: the place of the first image in it.
         """
+        hot = functional.one_hot(targets, self.classes).to(images.dtype)
+        hot = hot * (1 - self.smoothing) + self.smoothing / self.classes
+        if not (self.mixup or self.cutmix):
+            return images, hot
         if len(images) % 2 or first % 2:
             raise ValueError(
                 f"mixing needs an even number of images, got {len(images)} from number {first} on"
             )
-        hot = functional.one_hot(targets, self.classes).to(images.dtype)
-        hot = hot * (1 - self.smoothing) + self.smoothing / self.classes
         last = first + len(images)
         for start in range(first - first % self.group, last, self.group):
             part = slice(max(start, first) - first, min(start + self.group, last) - first)

@@ -66,10 +66,14 @@ class SegmentationSource:
         try:
             with decoding(path), Image.open(path) as file:
                 mask = file.copy()
-            with decoding(self.describe(index)), Image.open(self.describe(index)) as image:
-                expected = image.size
         except Unreadable as error:
             raise ValueError(f"cannot read {error}") from error
+        try:
+            with decoding(self.describe(index)), Image.open(self.describe(index)) as image:
+                expected = image.size
+        except Unreadable:
+            # Whoever reads the image says so, and maybe does without it.
+            expected = mask.size
         if mask.mode not in MASK_MODES:
             raise ValueError(
                 f"{path} has mode {mask.mode}, which holds colours; a mask holds a label for every pixel "

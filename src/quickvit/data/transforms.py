@@ -34,6 +34,8 @@ Transform = Callable[[Image.Image, int], Tensor]
 """An image and a seed → what a model sees of it."""
 Where = Literal["workers", "device"]
 """Who augments: the loader's processes one image after the other, or the device a whole batch at once."""
+# An image is resized as a whole unless it is so many times longer than the part that is kept of it.
+LONGEST = 16
 
 
 @runtime_checkable
@@ -129,6 +131,8 @@ class EvalTransform(PixelTransform):
 
     def pixels(self, image: Image.Image, seed: int = 0) -> Tensor:  # noqa: ARG002
         """The same bytes whatever the seed."""
+        if self.crop_mode == "center":
+            image = _without_ends(image, self.size)
         return self._transform(image)
 
 
@@ -245,6 +249,20 @@ def draw_three_augment(random: Random) -> Change:
     """One of grayscale, solarisation above 128 and Gaussian blur."""
     choice = random.randrange(3)
     return (GRAYSCALE, SOLARIZE)[choice] if choice < 2 else draw_blur(random)
+
+
+def _without_ends(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """An image without most of what a centre of this aspect leaves out, if it is very much longer than that.
+
+    The ends are cut off far outside of the centre: resized with the rest they would not fit into memory.
+    """
+    height, width = size
+    unit = min(image.height / height, image.width / width)
+    left, top = (
+        max(0, int(side - LONGEST * unit * wanted) // 2)
+        for side, wanted in ((image.width, width), (image.height, height))
+    )
+    return image.crop((left, top, image.width - left, image.height - top)) if left or top else image
 
 
 def to_tensor(image: Image.Image | Tensor) -> Tensor:

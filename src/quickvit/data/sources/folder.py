@@ -41,13 +41,15 @@ class FolderSource:
 def open_folder(folder: Path, split: str, *, labelled: bool = True) -> FolderSource:
     """The images of FOLDER/SPLIT, in folders of their classes or listed in FOLDER/SPLIT.txt; see docs/data.md.
 
+    A list has the name of the folder that was found: test.txt says nothing of val/.
+
     Without `labelled` every image below FOLDER/SPLIT counts, however it is nested.
     """
     root = _split_folder(folder, split, labelled=labelled)
     if not labelled:
         paths = _require_images(walk_images(root), root)
         return _source(root, paths, [UNLABELLED] * len(paths), ())
-    listing = _listing(folder, split)
+    listing = _listing(folder, SPLITS.get(split, ()) if root == folder else (root.name,))
     if listing is None:
         return _from_class_folders(folder, root, split)
     return _from_listing(folder, root, listing)
@@ -153,8 +155,8 @@ def _split_folder(folder: Path, split: str, *, labelled: bool) -> Path:
     )
 
 
-def _listing(folder: Path, split: str) -> Path | None:
-    return next((file for name in SPLITS.get(split, ()) if (file := folder / f"{name}.txt").is_file()), None)
+def _listing(folder: Path, names: Sequence[str]) -> Path | None:
+    return next((file for name in names if (file := folder / f"{name}.txt").is_file()), None)
 
 
 def _class_folders(root: Path) -> tuple[str, ...]:
