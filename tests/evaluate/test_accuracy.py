@@ -57,6 +57,19 @@ def test_an_invariant_model_loses_nothing_by_quarter_turns(digits):
     assert len({row.top5 for row in broken.rows}) > 1
 
 
+@pytest.mark.parametrize(
+    ("weights", "dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+def test_images_are_turned_before_they_are_rounded(weights, dtype, digits):
+    model = classifier("h8").to(weights)
+    seen = []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    transform = preprocessing(model)
+    measure_accuracy(model, digits, transform, (Pose(30.0),), batch_size=len(digits), dtype=dtype)
+    (batch,) = EvalLoader(digits, transform, batch_size=len(digits))
+    assert torch.equal(seen[0], rotate(batch.images, 30).to(weights))
+
+
 def test_batches_do_not_matter_and_the_model_stays_as_it_was(digits):
     model = classifier("h8").train()
     poses = (Pose("any"), Pose("quarter", mirror=True))

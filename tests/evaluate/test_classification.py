@@ -85,6 +85,12 @@ def test_the_number_of_neighbours_is_chosen_on_what_is_held_out(train, test_set)
     assert scores(knn, test_set)["10-NN"] == pytest.approx(oracle.score(test_set.vector, test_set.targets))
 
 
+def test_numbers_of_neighbours_are_positive(train):
+    for ks in ((0,), (5, -3)):
+        with pytest.raises(ValueError, match=f"must be at least 1, got {min(ks)}"):
+            fit_knn(train, ks=ks)
+
+
 def test_a_validation_split_is_used_where_there_is_one(train, test_set):
     knn = fit_knn(train, test_set, ks=(1, 10))
     assert [trial.score for trial in knn.tried] == list(scores(knn, test_set).values())

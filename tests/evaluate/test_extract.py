@@ -1,5 +1,6 @@
 """Features of a source: those of the model, computed once, resumed, repaired, and shared between processes."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -114,6 +115,20 @@ class TestBackbone:
         for name, value in exact.pooled(images).items():
             torch.testing.assert_close(vectors[name].float(), value, rtol=0.1, atol=0.1)
         assert short.identity != exact.identity
+
+    @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("pool", ["token", "avg"])
+    def test_weights_of_any_type(self, images, weights, dtype, pool):
+        model = randomize(QuickVisionTransformer(family="i8", global_pool=pool, **SIZE)).to(weights)
+        expected = Backbone(copy.deepcopy(model).float(), "tiny", dtype=dtype)
+        wrapped = Backbone(model, "tiny", dtype=dtype)
+        for ours, theirs in (
+            (wrapped.pooled(images), expected.pooled(images)),
+            (wrapped.dense(images), expected.dense(images)),
+        ):
+            assert {value.dtype for value in ours.values()} == {dtype}
+            assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
     def test_identity_follows_the_weights_and_not_the_head(self):
         first = backbone().identity

@@ -61,6 +61,20 @@ def test_the_model_keeps_its_mode(model, folder):
     assert model.training
 
 
+def test_the_model_keeps_its_mode_when_it_fails(model, folder):
+    model.train().head = torch.nn.Linear(3, 3)
+    with pytest.raises(RuntimeError):
+        embed_images(model, find_images([folder]))
+    assert model.training
+
+
+def test_tokens_are_no_features_of_images(model, folder):
+    model.train().reset_classifier(0, "")
+    with pytest.raises(ValueError, match=r"gives \(17, 64\) for an image, expected one vector"):
+        embed_images(model, find_images([folder]))
+    assert model.training
+
+
 def test_unreadable_images_are_skipped_and_named(model, folder, monkeypatch):
     whole = (folder / "a.png").read_bytes()
     (folder / "cut.png").write_bytes(whole[: len(whole) // 2])

@@ -143,3 +143,6 @@ def test_labels_must_fit_the_keys():
         knn_predict(torch.zeros(1, 2), torch.zeros(4, 2), torch.zeros(3), 2)
     with pytest.raises(ValueError, match="ks is empty"):
         knn_predict(torch.zeros(1, 2), torch.zeros(4, 2), torch.zeros(4), 2, ())
+    for k in (0, -1):
+        with pytest.raises(ValueError, match=f"numbers of neighbours must be at least 1, got {k}"):
+            knn_predict(torch.zeros(1, 2), torch.zeros(4, 2), torch.zeros(4), 2, (k, 1))

@@ -33,6 +33,17 @@ def test_the_optimum_is_that_of_scikit_learn(data, c, rows, monkeypatch):
     assert fitted.predict(features).tolist() == oracle.predict(features).tolist()
 
 
+@pytest.mark.parametrize("c", [1e-6, 1e-3, 1.0, 30.0])
+def test_two_classes_are_scikit_learns_binomial_model(data, c):
+    features, labels = data[0], (data[1] > 0).long()
+    fitted = fit_logistic(features, labels, c)
+    oracle = Oracle(C=c, tol=1e-10, max_iter=1000, solver="newton-cholesky").fit(features, labels)
+    assert fitted.converged
+    probabilities = (features @ fitted.weight.T + fitted.bias).softmax(1)
+    np.testing.assert_allclose(probabilities, oracle.predict_proba(features), atol=1e-6)
+    np.testing.assert_allclose(fitted.weight[1] - fitted.weight[0], oracle.coef_[0], atol=1e-6)
+
+
 def test_short_types_are_fitted_in_float32(data):
     features, labels = data
     exact = fit_logistic(features.bfloat16().double(), labels)

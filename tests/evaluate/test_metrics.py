@@ -42,6 +42,11 @@ def test_confusions_add_up(labels):
     assert torch.equal(sum(parts), confusion_matrix(targets, predictions, 8))
 
 
+def test_targets_and_predictions_are_equally_many():
+    with pytest.raises(ValueError, match=r"must be of the same shape, got \(3,\) and \(1,\)"):
+        confusion_matrix(torch.tensor([0, 1, 2]), torch.tensor([1]), 3)
+
+
 @pytest.mark.parametrize(("targets", "predictions"), [([0, 3], [0, 1]), ([0, 1], [0, -1])])
 def test_labels_out_of_range_are_named(targets, predictions):
     with pytest.raises(ValueError, match=r"must lie between 0 and 2, got"):

@@ -34,6 +34,17 @@ def test_other_angles_are_those_of_torchvision(degrees, shape):
     torch.testing.assert_close(rotate(images, degrees), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("degrees", [45.0, [10.5, 300.0]])
+def test_short_numbers_are_turned_like_long_ones(dtype, degrees):
+    images = random_images((2, 3, 224, 224)).to(dtype)
+    turned = rotate(images, degrees)
+    assert turned.dtype == dtype
+    assert torch.equal(turned, rotate(images.float(), degrees).to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(rotate(images, degrees), turned)
+
+
 def test_a_turn_and_a_quarter_is_the_quarter_of_the_turn(images):
     for turns in range(1, 4):
         expected = torch.rot90(rotate(images, 45), turns, (-2, -1))

@@ -148,6 +148,11 @@ def test_too_little_to_learn_from(train):
     ignored = SegmentationData(train.features, train.masks, (0, 1, 2, 5, 255), train.indices)
     with pytest.raises(ValueError, match="consists mostly of them"):
         fit_segmentation(ignored, PROTOCOL)
+    for neighbours in ((300,), (0, 3)):
+        with pytest.raises(
+            ValueError, match=rf"between 1 and the \d+ patches to learn from, got .{neighbours[0]}"
+        ):
+            fit_segmentation(train, SegmentationProtocol(neighbours=neighbours))
 
 
 @pytest.fixture
@@ -219,6 +224,19 @@ def test_masks_turn_with_their_images(folder, tmp_path):
     tilted = load_segmentation(backbone, source, how, pose=Pose(45.0))
     assert (tilted.masks[:, 0, 0] == 255).all()
     assert tilted.ignored == (255,)
+
+
+def test_an_unreadable_image_that_is_tolerated_costs_only_itself(folder, tmp_path):
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 2}
+    backbone = Backbone(QuickVisionTransformer(family="h8", **options), "tiny")
+    whole = load_segmentation(backbone, open_segmentation(folder), Extraction(tmp_path / "whole"))
+    # Images come in the order of their names: 0, 1, 10, 11, 2.
+    (folder / "images" / "train" / "2.png").write_bytes(b"no image")
+    how = Extraction(tmp_path / "cache", max_unreadable=3)
+    data = load_segmentation(backbone, open_segmentation(folder), how)
+    left = [i for i in range(12) if i != 4]
+    assert data.indices.tolist() == left
+    assert torch.equal(data.masks, whole.masks[left])
 
 
 def test_a_mask_that_does_not_fit_names_the_file(folder, tmp_path):

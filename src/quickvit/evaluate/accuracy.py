@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from quickvit.data import Batch, EvalLoader, PixelTransform, Source
+from quickvit.data.loader import MAX_UNREADABLE
 from quickvit.data.sources.base import UNLABELLED
 from quickvit.evaluate.rotation import UPRIGHT, Pose, cut_circle
 from quickvit.train.distributed import World
@@ -53,11 +54,13 @@ def measure_accuracy(
     dtype: torch.dtype = torch.float32,
     circle: bool = False,
     seed: int = 0,
+    max_unreadable: float = MAX_UNREADABLE,
     progress: bool = False,
 ) -> AccuracyReport:
     """The accuracies of a model, wherever it is, over all ranks together; every image is read once and counts once.
 
     dtype: bfloat16 for autocast. circle: hide what lies outside of the largest circle. seed: of random poses.
+    max_unreadable: a number of images, or below 1 a fraction of the source.
     """
     if not source.classes:
         raise ValueError(f"{source.name} has no classes to be right about")
@@ -72,6 +75,7 @@ def measure_accuracy(
         world_size=world.size,
         workers=workers,
         device=device,
+        max_unreadable=max_unreadable,
     )
     # For each pose the right first answers, the right ones among five, and answers that are no numbers.
     counts = torch.zeros(len(poses), 3, dtype=torch.int64, device=device)
@@ -86,10 +90,11 @@ def measure_accuracy(
         for batch in world.together(tqdm(loader, f"accuracy on {source.name}", unit="batch", disable=quiet)):
             images += 0 if batch is None else len(batch.images)
             shown, targets, indices = batch or idle
-            shown = (cut_circle(shown) if circle else shown).to(weight.dtype)
+            shown = cut_circle(shown) if circle else shown
             for row, pose in zip(counts, poses, strict=True):
+                turned = pose.show(shown, indices, seed).to(weight.dtype)
                 with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-                    logits = model(pose.show(shown, indices, seed))
+                    logits = model(turned)
                 row += _count(logits, targets, len(source.classes))
     finally:
         model.train(training)

@@ -21,7 +21,8 @@ LAYERS = 4
 class Backbone:
     """A model in evaluation mode on a device.
 
-    name: for messages. dtype: float32, or bfloat16 for autocast; features have this type too.
+    The weights become float32, whatever they were. name: for messages. dtype: float32, or bfloat16 for autocast;
+    features have this type too.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Backbone:
         if getattr(getattr(model, "patch_embed", None), "img_size", getattr(model, "img_size", None)) is None:
             raise ValueError(f"{name} has no fixed image size; create it with img_size")
         self.device, self.dtype, self.name = torch.device(device), dtype, name
-        self.model: Any = model.to(self.device).eval().requires_grad_(False)
+        self.model: Any = model.to(self.device, torch.float32).eval().requires_grad_(False)
 
     @property
     def architecture(self) -> str:

@@ -169,6 +169,8 @@ def fit_knn(
     progress: bool = False,
 ) -> KnnClassifier:
     """DINOv2's k-NN: votes weighted by temperature; the number of neighbours that counts is chosen by accuracy."""
+    if min(ks, default=1) < 1:
+        raise ValueError(f"numbers of neighbours must be at least 1, got {min(ks)}")
     rows, held = hold_out(train.targets) if val is None else (torch.arange(len(train.targets)), None)
     ks = tuple(k for k in ks if k <= len(rows))
     if not ks:

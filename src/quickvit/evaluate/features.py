@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from quickvit.data import Unreadable, preprocessing, read_image
@@ -54,21 +54,32 @@ def embed_images(
     features: list[np.ndarray] = []
     read: list[str] = []
     skipped: dict[str, str] = {}
-    with torch.no_grad(), tqdm(total=len(paths), unit="image", disable=not progress) as bar:
-        for start in range(0, len(paths), batch_size):
-            chunk = paths[start : start + batch_size]
-            batch = []
-            for path in chunk:
-                try:
-                    batch.append(transform(read_image(path)))
-                    read.append(str(path))
-                except Unreadable as error:
-                    skipped[error.path] = error.reason
-            if batch:
-                output = model(torch.stack(batch).to(device, dtype))
-                features.append(output.float().cpu().numpy())
-            bar.update(len(chunk))
-    model.train(training)
+    try:
+        with torch.no_grad(), tqdm(total=len(paths), unit="image", disable=not progress) as bar:
+            for start in range(0, len(paths), batch_size):
+                chunk = paths[start : start + batch_size]
+                batch = []
+                for path in chunk:
+                    try:
+                        batch.append(transform(read_image(path)))
+                        read.append(str(path))
+                    except Unreadable as error:
+                        skipped[error.path] = error.reason
+                if batch:
+                    output = model(torch.stack(batch).to(device, dtype))
+                    features.append(_vectors(output).float().cpu().numpy())
+                bar.update(len(chunk))
+    finally:
+        model.train(training)
     width = getattr(model, "num_features", 0)
     stacked = np.concatenate(features) if features else np.zeros((0, width), np.float32)
     return Embedding(stacked, tuple(read), skipped)
+
+
+def _vectors(output: Tensor) -> Tensor:
+    if output.ndim != 2:
+        raise ValueError(
+            f"the model gives {tuple(output.shape[1:])} for an image, expected one vector; create it with "
+            "global_pool='token' or 'avg'"
+        )
+    return output

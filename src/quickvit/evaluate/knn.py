@@ -106,6 +106,8 @@ def knn_predict(
     """
     if not ks:
         raise ValueError("ks is empty; give at least one number of neighbours")
+    if min(ks) < 1:
+        raise ValueError(f"numbers of neighbours must be at least 1, got {min(ks)}")
     if len(labels) != len(keys):
         raise ValueError(f"{len(keys)} keys have {len(labels)} labels")
     neighbours = nearest(queries, keys, max(ks), metric=metric, device=device, progress=progress)

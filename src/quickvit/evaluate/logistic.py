@@ -47,6 +47,7 @@ def fit_logistic(
 ) -> LogisticRegression:
     """The minimum of mean cross-entropy + ‖W‖² / (2·c·n), scikit-learn's objective with C = c; the bias is free.
 
+    For two classes that is its binomial model: W is the difference of their two weights.
     Computes on the device of the features [n, D], in their type or in float32 if that is shorter. `tolerance` is
     for the largest entry of the gradient in scaled coordinates; the default is what rounding allows.
     """
@@ -65,7 +66,8 @@ def fit_logistic(
     known, labels = labels.to(features.device).unique(return_inverse=True)
     classes = len(known)
     number, width = features.shape
-    decay = 1 / (c * number)
+    # The weights of two classes are ±w/2, whose squares add up to half of ‖w‖².
+    decay = (2 if classes == 2 else 1) / (c * number)
     mean, variance = moments(features.split(ROWS))
     # In coordinates in which the Hessian has about ones on its diagonal L-BFGS needs far fewer steps. The free
     # bias absorbs the mean of the features.

@@ -12,6 +12,9 @@ from torch import Tensor
 
 def confusion_matrix(targets: Tensor, predictions: Tensor, classes: int) -> Tensor:
     """Counts [classes, classes] of labels 0 … classes − 1, true ones in the rows; on the device of the labels."""
+    if targets.shape != predictions.shape:
+        shapes = f"{tuple(targets.shape)} and {tuple(predictions.shape)}"
+        raise ValueError(f"targets and predictions must be of the same shape, got {shapes}")
     for name, labels in (("targets", targets), ("predictions", predictions)):
         low, high = (int(bound) for bound in labels.aminmax()) if labels.numel() else (0, 0)
         if low < 0 or high >= classes:

@@ -111,6 +111,9 @@ def _tilt(images: Tensor, degrees: Sequence[float], mode: Mode) -> Tensor:
     for angle in map(math.radians, degrees):
         cos, sin = math.cos(angle), math.sin(angle)
         rows.append([[cos, -sin * height / width, 0.0], [sin * width / height, cos, 0.0]])
-    matrices = torch.tensor(rows, dtype=images.dtype, device=images.device)
-    grid = functional.affine_grid(matrices, list(images.shape), align_corners=False)
-    return functional.grid_sample(images, grid, mode, align_corners=False)
+    # Places of pixels need more digits than 16-bit images have.
+    wide = images.to(torch.promote_types(images.dtype, torch.float32))
+    matrices = torch.tensor(rows, dtype=wide.dtype, device=images.device)
+    with torch.autocast(images.device.type, enabled=False):
+        grid = functional.affine_grid(matrices, list(images.shape), align_corners=False)
+        return functional.grid_sample(wide, grid, mode, align_corners=False).to(images.dtype)

@@ -323,6 +323,11 @@ def _try_knn(
     """Every metric and number of neighbours; the processes share the queries."""
     mine = _Patches(*(part[world.rank :: world.size] for part in held))
     ks = [k for k in protocol.neighbours if k <= len(keys.label)]
+    if not ks or min(ks) < 1:
+        raise ValueError(
+            f"numbers of neighbours must lie between 1 and the {len(keys.label)} patches to learn from, got "
+            f"{protocol.neighbours}"
+        )
     trials = []
     for metric in protocol.metrics:
         for k, pixels in zip(ks, _knn(mine.features, keys, metric, ks, progress), strict=True):
