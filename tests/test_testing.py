@@ -70,6 +70,25 @@ def test_the_group_decides_which_elements_are_tried():
         assert_invariant(columns, images, act_on_image)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "tolerance"),
+    [(torch.uint8, torch.float32, "1e-05"), (torch.float64, torch.bfloat16, "2e-01")],
+    ids=str,
+)
+def test_the_tolerance_is_that_of_the_outputs(inputs, outputs, tolerance):
+    images = (100 * features(4, 3, 8, 8).abs()).to(inputs)
+    assert_invariant(lambda x: x.double().mean((2, 3)).to(outputs), images, act_on_image)
+    with pytest.raises(AssertionError, match=f"exceeds {tolerance}"):
+        assert_invariant(lambda x: x[..., 0].double().mean(2).to(outputs), images, act_on_image)
+
+
+def test_outputs_are_no_whole_numbers():
+    with pytest.raises(
+        ValueError, match=r"gives torch\.int64, expected one of torch\.float64, torch\.float32"
+    ):
+        assert_invariant(lambda x: x.long(), features(4, 3, 8, 8), act_on_image)
+
+
 def test_a_constant_function_is_refused():
     def constant(x):
         return torch.ones(len(x), 3, dtype=x.dtype)

@@ -39,9 +39,24 @@ def equivariance_error(
     Raises ValueError where the answer would prove nothing: a constant function, outputs that are not finite,
     or inputs that an element leaves as they are.
     """
+    return _measure(function, inputs, act_in, act_out, group)[0]
+
+
+def _measure(
+    function: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    act_in: Action,
+    act_out: Action,
+    group: DihedralGroup,
+) -> tuple[dict[Element, float], torch.dtype]:
+    """`equivariance_error`, and the dtype of the outputs."""
     if inputs.ndim < 2 or len(inputs) < 2:
         raise ValueError(f"the spread needs a batch of at least two inputs, got shape {tuple(inputs.shape)}")
     outputs = function(inputs).detach()
+    if outputs.dtype not in TOLERANCES:
+        raise ValueError(
+            f"the function gives {outputs.dtype}, expected one of {', '.join(map(str, TOLERANCES))}"
+        )
     wide = _finite(outputs, group.identity)
     spread = _rms(wide - wide.mean(0))
     if spread <= 8 * torch.finfo(outputs.dtype).eps * _rms(wide):
@@ -61,7 +76,7 @@ def equivariance_error(
                 f"f(g·x) has shape {tuple(actual.shape)} for g = {g}, g·f(x) {tuple(expected.shape)}"
             )
         errors[g] = _rms(actual - expected) / spread
-    return errors
+    return errors, outputs.dtype
 
 
 def assert_equivariant(
@@ -72,8 +87,8 @@ def assert_equivariant(
     group: DihedralGroup = D8,
     tolerance: float | None = None,
 ) -> None:
-    """Fail unless f(g·x) = g·f(x) for every element, within `tolerance`; None is that of the dtype."""
-    _assert("equivariant", equivariance_error(function, inputs, act_in, act_out, group), inputs, tolerance)
+    """Fail unless f(g·x) = g·f(x) for every element, within `tolerance`; None is that of the outputs' dtype."""
+    _assert("equivariant", *_measure(function, inputs, act_in, act_out, group), tolerance)
 
 
 def assert_invariant(
@@ -83,8 +98,8 @@ def assert_invariant(
     group: DihedralGroup = D8,
     tolerance: float | None = None,
 ) -> None:
-    """Fail unless f(g·x) = f(x) for every element, within `tolerance`; None is that of the dtype."""
-    _assert("invariant", equivariance_error(function, inputs, act_in, unmoved, group), inputs, tolerance)
+    """Fail unless f(g·x) = f(x) for every element, within `tolerance`; None is that of the outputs' dtype."""
+    _assert("invariant", *_measure(function, inputs, act_in, unmoved, group), tolerance)
 
 
 def unmoved(x: Tensor, g: Element) -> Tensor:  # noqa: ARG001
@@ -124,9 +139,9 @@ def _fan_in(module: nn.Module, weight: Tensor) -> int:
     return weight[0].numel() if isinstance(module, nn.Conv2d) else weight.shape[-1]
 
 
-def _assert(word: str, errors: dict[Element, float], inputs: Tensor, tolerance: float | None) -> None:
+def _assert(word: str, errors: dict[Element, float], dtype: torch.dtype, tolerance: float | None) -> None:
     if tolerance is None:
-        tolerance = TOLERANCES[inputs.dtype]
+        tolerance = TOLERANCES[dtype]
     worst = max(errors, key=lambda g: errors[g])
     if not errors[worst] <= tolerance:
         listed = ", ".join(f"{g} {error:.1e}" for g, error in errors.items())
