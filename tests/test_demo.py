@@ -1,6 +1,7 @@
 """The demonstration, cut short."""
 
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from quickvit import D8, act_on_image
 from quickvit.demo import (
     MODELS,
     DemoConfig,
+    DemoRecipe,
     create_model,
     format_table,
     learning_rate,
@@ -174,6 +176,31 @@ def test_settings_must_be_positive(name):
 def test_a_batch_larger_than_the_training_set_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="at most the 160 training images, got 161"):
         run_demo(replace(SHORT, out=tmp_path, batch_size=161))
+
+
+def test_a_signal_ends_the_demo_and_nothing_is_written(monkeypatch, tmp_path):
+    started = []
+    batches = DemoRecipe.batches
+
+    def interrupted(self, start, world):
+        started.append(self)
+        for batch in batches(self, start, world):
+            yield batch
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(DemoRecipe, "batches", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(replace(SHORT, out=tmp_path / "demo"))
+    assert len(started) == 1
+    assert not (tmp_path / "demo").exists()
+
+
+def test_a_file_in_place_of_the_folder_is_found_before_training(monkeypatch, tmp_path):
+    out = tmp_path / "demo"
+    out.touch()
+    monkeypatch.setattr("quickvit.demo.train", lambda *arguments: pytest.fail("this takes time"))
+    with pytest.raises(NotADirectoryError, match=f"{out} is a file"):
+        run_demo(replace(SHORT, out=out))
 
 
 @pytest.mark.parametrize(("module", "package"), [("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")])

@@ -28,7 +28,7 @@ from quickvit import D8, act_on_image
 from quickvit.bench.flops import count
 from quickvit.bench.timing import threads
 from quickvit.data import Batch
-from quickvit.provenance import surroundings, write
+from quickvit.provenance import require_folder, surroundings, write
 from quickvit.report.demo_figure import draw_demo
 from quickvit.train import Recipe, RunConfig, Trainer, World, build_optimizer, parameter_groups
 
@@ -101,8 +101,12 @@ class Trained:
 
 
 def run_demo(config: DemoConfig) -> dict[str, Any]:
-    """Train and test the three models, write the picture and the results, and return the results."""
+    """Train and test the three models, write the picture and the results, and return the results.
+
+    A signal to stop is a KeyboardInterrupt, and nothing is written.
+    """
     require_extras()
+    require_folder(config.out)
     with threads(config.threads):
         return _run(config)
 
@@ -306,6 +310,9 @@ def train(name: str, digits: Digits, config: DemoConfig) -> Trained:
     """Train one model."""
     recipe = DemoRecipe(name, digits, config)
     outcome = Trainer(recipe, RunConfig()).fit(label=f"training {name:>3}")
+    if outcome.stopped:
+        # The trainer noted the signal and ended its step; half a training is no result.
+        raise KeyboardInterrupt
     curve = [numbers[ACCURACY] for _, numbers in outcome.evaluations]
     return Trained(recipe.modules["model"].eval(), curve, outcome.seconds)
 

@@ -1,4 +1,4 @@
-"""On what something ran: hardware, versions, commit, command."""
+"""On what something ran: hardware, versions, commit, command. Where that is written, with the result."""
 
 from __future__ import annotations
 
@@ -75,10 +75,41 @@ def commit() -> str | None:
 
 
 def write(record: dict[str, Any], path: str | Path) -> None:
-    """Write a record as JSON, making its folder."""
+    """Write a record as JSON, whole or not at all, making its folder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(record, indent=2) + "\n"
+    if path.exists() and not path.is_file():
+        # A pipe or /dev/stdout, which nothing may take the place of.
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def require_file(path: str | Path) -> None:
+    """Raise an OSError unless a file can be written here; nothing is made."""
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"cannot write {path}: it is a folder; expected the name of a file")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(f"cannot write {path}: it is read-only")
+    require_folder(path.parent)
+
+
+def require_folder(path: str | Path) -> None:
+    """Raise an OSError unless this folder is there and can be written to, or can be made; nothing is made."""
+    path = Path(path).absolute()
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"cannot write to the folder {path}: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"cannot write to the folder {path}: {there} is read-only")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
