@@ -101,8 +101,8 @@ def test_the_command_prints_all_three(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"workers": 2}, "workers and cache are about data"),
-        ({"cache": True}, "workers and cache are about data"),
+        ({"workers": 2}, "^--workers and --cache are about data"),
+        ({"cache": True}, "^--workers and --cache are about data"),
         ({"data": "digits", "recipe": "dinov2"}, "data comes as in deit3, not as in dinov2"),
     ],
 )

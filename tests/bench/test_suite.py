@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from timm.layers import use_fused_attn
 from torch import nn
 
 import quickvit
@@ -199,6 +200,11 @@ def test_linear():
     assert standard.case == "linear, C = 16 → 64, 8 tokens"
 
 
+def test_groups_are_measured_once():
+    rows = run("linear", replace(LAYERS, groups=(8, 16, 8), widths=(16,))).rows
+    assert [row.name for row in rows] == ["standard", "octic", "D16", "eight blocks"]
+
+
 def test_linear_layers_of_larger_groups():
     rows = run("linear", replace(LAYERS, groups=(8, 16, 32), widths=(32,))).rows
     check_times(rows)
@@ -213,6 +219,14 @@ def test_gelu():
     check_times(rows)
     assert names(rows, "GELU, C = 16") == ["standard", "octic", "copy"]
     assert names(rows, "MLP, C = 32") == ["standard", "octic"]
+
+
+def test_both_gelus_are_compiled_alike(monkeypatch):
+    seen = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: seen.append((module, options)))
+    run("gelu", replace(LAYERS, widths=(16,), compile="default"))
+    assert [type(module).__name__ for module, _ in seen] == ["GELU", "OcticGelu", "Sequential", "OcticMlp"]
+    assert all(options == seen[0][1] for _, options in seen)
 
 
 def test_flops():
@@ -247,6 +261,24 @@ def test_a_gradient_is_that_of_the_named_arguments():
     assert shapes["residual + norm gradient"] == [(2, 5, 192)] * 2 + [(144,), (24,), (24,), (144,)]
 
 
+@pytest.mark.parametrize(("enable", "experimental"), [(False, False), (True, False), (True, True)])
+def test_timm_has_fused_attention_whatever_the_environment_says(monkeypatch, enable, experimental):
+    fused = []
+    create = bench_models.create_model
+
+    def watched(name, *arguments, **options):
+        model = create(name, *arguments, **options)
+        fused.extend(m.fused_attn for m in model.modules() if hasattr(m, "fused_attn"))
+        return model
+
+    monkeypatch.setattr(bench_models, "create_model", watched)
+    monkeypatch.setattr("timm.layers.config._USE_FUSED_ATTN", enable + experimental)
+    run("block", replace(SMALL, families=("d8",)))
+    assert fused
+    assert all(fused)
+    assert (use_fused_attn(), use_fused_attn(experimental=True)) == (enable, experimental)
+
+
 def test_a_failing_model_is_a_row(monkeypatch):
     create = bench_models.create_model
 
@@ -272,16 +304,39 @@ def test_a_failing_model_is_a_row(monkeypatch):
         ("speed", {}, "unknown benchmark 'speed'; expected one of block, model"),
         ("model", {"families": ("h9",)}, "unknown family 'h9'; expected one of d8"),
         ("train", {"recipe": "mae"}, "unknown recipe 'mae'; expected one of deit3, dinov2"),
-        ("train", {"drop_path": 0.1}, "drop_path is for dinov2, not for deit3"),
+        ("train", {"drop_path": 0.1}, "^--drop-path is for dinov2, not for deit3"),
+        (
+            "train",
+            {"drop_path": 0.1, "separate": True},
+            "^--drop-path and --separate are for dinov2, not for deit3",
+        ),
+        ("train", {"recipe": "dinov2", "drop_path": 2.0}, "--drop-path must be at least 0 .* got 2"),
+        ("train", {"recipe": "dinov2", "drop_path": -1.0}, "--drop-path must be at least 0 .* got -1"),
+        ("train", {"recipe": "dinov2", "drop_path": 1.0}, "less than 1, got 1"),
+        ("train", {"recipe": "dinov2", "batch": 3}, "--batch must be even for dinov2, .* got 3"),
+        ("train", {"data": "nowhere"}, "no data at 'nowhere'"),
+        ("train", {"data": "digits", "batch": 10**6}, "--batch must be at most the .* got 1000000"),
+        ("train", {"data": "digits", "workers": -1}, "--workers must be at least 0, got -1"),
+        ("train", {"batch": 0}, "batch must be at least 1, got 0"),
+        ("block", {"families": ("h9",)}, "unknown family 'h9'"),
         ("model", {"dtypes": ("int8",)}, "unknown dtype 'int8'; expected one of float32"),
         ("linear", {"widths": (12,)}, "a width must be a positive multiple of 8, got 12"),
         ("linear", {"widths": (64, 72), "groups": (8, 16)}, "a positive multiple of 16, got 72"),
         ("linear", {"widths": (16,), "groups": (7,)}, "an even order of at least 2, got 7"),
+        ("linear", {"groups": (8, 0)}, "an even order of at least 2, got 0"),
+        ("linear", {"groups": (24,)}, "a positive multiple of 24, got 1024"),
+        ("gelu", {"widths": (0,)}, "a positive multiple of 8, got 0"),
+        ("flops", {"widths": (-64,)}, "a positive multiple of 8, got -64"),
         ("gelu", {"tokens": 0}, "tokens must be at least 1, got 0"),
+        ("linear", {"tokens": -4}, "tokens must be at least 1, got -4"),
     ],
 )
-def test_wrong_requests(name, changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_requests_are_refused_before_anything_is_measured(monkeypatch, name, changes, message):
+    def never(*arguments):
+        raise AssertionError("this takes time")
+
+    monkeypatch.setattr(bench_suite, "measure_ceilings", never)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         run(name, replace(SMALL, **changes))
 
 
@@ -290,6 +345,7 @@ def test_defaults_follow_the_device():
     assert [shape.label for shape in gpu.shapes()] == ["ViT-Large/16", "ViT-Huge/14"]
     settings = gpu.settings("bfloat16", BENCHMARKS["gelu"])
     assert (settings.batch, settings.compile, settings.repeats) == (32, "default", 20)
+    assert gpu.settings("bfloat16", BENCHMARKS["model"]).compile == "reduce-overhead"
     assert gpu.settings("bfloat16", BENCHMARKS["ops"]).compile == "none"
     cpu = Request(CPU)
     assert [shape.label for shape in cpu.shapes()] == ["ViT-Base/16"]

@@ -100,7 +100,7 @@ def test_only_failures_of_the_device_are_caught():
 
 def test_median_and_spread():
     assert summary([3.0, 1.0, 100.0, 2.0, 4.0]) == Timing(3.0, 2 / 3, 1.0)
-    assert summary([5.0]) == Timing(5.0, 0.0, 5.0)
+    assert summary([5.0]) == Timing(5.0, None, 5.0)
 
 
 def test_the_clock_of_the_processor_runs():

@@ -62,6 +62,24 @@ class TestBench:
         assert record["command"].startswith("quickvit bench model --sizes tiny --img-size 32")
         assert record["settings"]["compile"] == "none"
 
+    def test_an_unusable_out_is_found_before_the_work(self, run, monkeypatch, tmp_path):
+        monkeypatch.setattr("quickvit.bench.suite.run", lambda *arguments: pytest.fail("this takes time"))
+        code, out, err = run("bench", "flops", "--widths", 64, "--out", tmp_path)
+        assert (code, out) == (2, "")
+        assert (
+            err == f"quickvit: error: cannot write {tmp_path}: it is a folder; expected the name of a file\n"
+        )
+
+    def test_the_table_outlives_a_failed_write(self, run, monkeypatch, tmp_path):
+        def full(record, path):
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr("quickvit.cli.bench.write", full)
+        code, out, err = run("bench", "flops", "--widths", 64, "--out", tmp_path / "flops.json")
+        assert code == 2
+        assert "C = 64" in out
+        assert "no space left" in err
+
     def test_nothing_measured_is_exit_code_1(self, run, monkeypatch):
         def broken(*arguments, **options):
             raise RuntimeError("no such kernel")
@@ -78,6 +96,7 @@ class TestBench:
             (["--families", "h9"], "unknown family 'h9'"),
             (["--batch", "0"], "batch must be at least 1, got 0"),
             (["--device", "abacus"], "cannot use the device 'abacus'"),
+            (["--device", "meta"], "cannot use the device 'meta'"),
             (["--threads", "0"], "threads must be at least 1, got 0"),
         ],
     )
@@ -94,14 +113,35 @@ class TestTune:
         assert code == 2
         assert "got the device cpu" in err
 
-    def test_keeps_what_it_finds(self, run, monkeypatch, tmp_path):
-        found = [Tuned("norm forward 8x2", (1, 16, 2), (2, 8, 2), 0.5, 0.25)]
+    @pytest.fixture
+    def found(self, monkeypatch, tmp_path):
+        """What the search finds on a made-up GPU."""
+        found = []
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr("quickvit.cli.bench.require_gpu", lambda _: "A GPU")
         monkeypatch.setattr("quickvit.cli.bench.measure_ceilings", lambda _: None)
         monkeypatch.setattr("quickvit.cli.bench.search_tiles", lambda *_: iter(found))
+        stored.cache_clear()
+        yield found
+        stored.cache_clear()
+
+    def test_keeps_what_it_finds(self, run, found, tmp_path):
+        found.append(Tuned("norm forward 8x2", (1, 16, 2), (2, 8, 2), 0.5, 0.25))
+        found.append(Tuned("norm forward 8x4", (1, 16, 2), (1, 8, 2), None, 0.25))
         code, out, _ = run("tune", "--sizes", "tiny", "--device", "cpu")
         assert code == 0
         assert "norm forward 8x2  (1, 16, 2)   0.5000  (2, 8, 2)  0.2500" in out
-        assert stored("A GPU") == {"norm forward 8x2": (2, 8, 2)}
+        assert "norm forward 8x4  (1, 16, 2)        –  (1, 8, 2)  0.2500" in out
+        assert stored("A GPU") == {"norm forward 8x2": (2, 8, 2), "norm forward 8x4": (1, 8, 2)}
         assert str(tmp_path) in out
+
+    def test_nothing_found_is_said(self, run, found):
+        code, out, err = run("tune", "--sizes", "tiny", "--device", "cpu")
+        assert (code, out) == (1, "")
+        assert err == "quickvit: nothing to tune: no kernel with tiles runs on this GPU\n"
+
+    def test_sizes_are_checked_before_the_work(self, run, found, monkeypatch):
+        monkeypatch.setattr("quickvit.cli.bench.measure_ceilings", lambda _: pytest.fail("this takes time"))
+        code, _, err = run("tune", "--sizes", "vast", "--device", "cpu")
+        assert code == 2
+        assert "unknown size 'vast'" in err

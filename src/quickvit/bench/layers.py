@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from quickvit.bench import work
@@ -44,9 +43,9 @@ def bench_linear(
     groups: Sequence[DihedralGroup] = (D8,),
 ) -> list[Row]:
     """Linear layers C → 4C without bias: standard, equivariant to each of the groups, and eight equal blocks."""
-    count = settings.batch * _positive("tokens", tokens)
+    count = settings.batch * positive("tokens", tokens)
     rows = []
-    for width in [_width(width, *groups) for width in widths]:
+    for width in [checked_width(width, *groups) for width in widths]:
         outputs, storage = EXPANSION * width, Storage.inference(settings.dtype)
         eight = work.product(count, width, outputs, storage, 1 / 8, 1 / 8)
         layers: list[tuple[str, Callable[..., nn.Module], Work]] = [
@@ -70,15 +69,14 @@ def bench_gelu(
     settings: Settings, ceilings: Ceilings, widths: Sequence[int], *, tokens: int = 196
 ) -> list[Row]:
     """GELU on 4C channels beside a copy of the same bytes, and the MLP C → 4C → C, standard and octic."""
-    count = settings.batch * _positive("tokens", tokens)
+    count = settings.batch * positive("tokens", tokens)
     rows = []
-    for width in map(_width, widths):
+    for width in map(checked_width, widths):
         hidden, storage = EXPANSION * width, Storage.inference(settings.dtype)
         moved = work.elementwise(count * hidden, 2, storage.compute)
-        functions = (("standard", functional.gelu), ("octic", octic_gelu), ("copy", torch.clone))
         gelus = [
-            layer_case(name, partial(_on_random, f, count, hidden, settings), [moved], settings, ceilings)
-            for name, f in functions
+            layer_case(name, partial(_gelu, name, count, hidden, settings), [moved], settings, ceilings)
+            for name in ("standard", "octic", "copy")
         ]
         mlps = []
         for name, group in (("standard", None), ("octic", D8)):
@@ -98,12 +96,12 @@ def bench_gelu(
 def count_flops(widths: Sequence[int], *, tokens: int = 197) -> list[Row]:
     """FLOPs of the matrix products in a block, standard and octic, against the width; nothing is computed."""
     rows = []
-    for width in map(_width, widths):
+    for width in map(checked_width, widths):
         counts = {}
         for name, kind in (("standard", Block), ("octic", OcticBlock)):
             with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
                 # The number of heads does not change the count.
-                kind(width, num_heads=1)(torch.empty(1, _positive("tokens", tokens), width))
+                kind(width, num_heads=1)(torch.empty(1, positive("tokens", tokens), width))
             counts[name] = counter.get_total_flops()
         rows += [
             Row(
@@ -115,6 +113,14 @@ def count_flops(widths: Sequence[int], *, tokens: int = 197) -> list[Row]:
             for name, flops in counts.items()
         ]
     return rows
+
+
+class OcticGelu(nn.Module):
+    """`octic_gelu` as a module, which can be compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, C] → [T, C]."""
+        return octic_gelu(x)
 
 
 class EightBlocks(nn.Module):
@@ -172,6 +178,13 @@ def _linear(kind: Callable[..., nn.Module], count: int, width: int, settings: Se
     return _on_random(layer, count, width, settings)
 
 
+def _gelu(name: str, count: int, hidden: int, settings: Settings) -> Job:
+    if name == "copy":
+        return _on_random(torch.clone, count, hidden, settings)
+    gelu: nn.Module = OcticGelu() if name == "octic" else nn.GELU()
+    return _on_random(settings.compiled(gelu), count, hidden, settings)
+
+
 def _mlp(name: str, count: int, width: int, settings: Settings) -> Job:
     hidden = EXPANSION * width
     with torch.device(settings.device):
@@ -182,7 +195,7 @@ def _mlp(name: str, count: int, width: int, settings: Settings) -> Job:
     return _on_random(settings.compiled(mlp.to(settings.dtype).eval()), count, width, settings)
 
 
-def _width(width: int, *groups: DihedralGroup) -> int:
+def checked_width(width: int, *groups: DihedralGroup) -> int:
     """The width, if features of all groups and of D8 can have it."""
     order = math.lcm(D8.order, *(group.order for group in groups))
     if width < order or width % order:
@@ -190,7 +203,8 @@ def _width(width: int, *groups: DihedralGroup) -> int:
     return width
 
 
-def _positive(name: str, value: int) -> int:
+def positive(name: str, value: int) -> int:
+    """The value, if it is at least 1."""
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     return value

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import torch
+from timm.layers import set_fused_attn, use_fused_attn
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -235,6 +237,17 @@ def competitors(families: Sequence[str]) -> list[str]:
         if family != BASELINE and family not in FAMILIES:
             raise ValueError(f"unknown family {family!r}; expected one of {', '.join(FAMILIES)}")
     return [BASELINE, *dict.fromkeys(family for family in families if family != BASELINE)]
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Within this context timm's models are made with fused attention, whatever TIMM_FUSED_ATTN says."""
+    before = {"enable": use_fused_attn(), "experimental": use_fused_attn(experimental=True)}
+    set_fused_attn()
+    try:
+        yield
+    finally:
+        set_fused_attn(**before)
 
 
 def create_model(name: str, shape: Shape, settings: Settings, **options: object) -> nn.Module:

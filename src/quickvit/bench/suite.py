@@ -5,25 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from quickvit.bench.dinov2 import bench_dinov2
 from quickvit.bench.feeding import bench_feeding
-from quickvit.bench.layers import bench_gelu, bench_linear, count_flops
-from quickvit.bench.models import bench_blocks, bench_memory, bench_models, bench_training
+from quickvit.bench.layers import bench_gelu, bench_linear, checked_width, count_flops, positive
+from quickvit.bench.models import (
+    bench_blocks,
+    bench_memory,
+    bench_models,
+    bench_training,
+    competitors,
+    fused_attention,
+)
 from quickvit.bench.operators import bench_operators
 from quickvit.bench.table import SPEED, Row
 from quickvit.bench.timing import Settings, measure_ceilings, threads
 from quickvit.bench.work import Ceilings, Shape
-from quickvit.data import cache, open_source
+from quickvit.data import Source, cache, open_source
 from quickvit.group import D8, DihedralGroup
 from quickvit.provenance import surroundings
 from quickvit.train.compiling import Compile
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECIPES = ("deit3", "dinov2")
+LINEAR_WIDTHS = (1024, 8192)
 # Sizes that the literature uses with patches of 16 pixels; the larger ones have 14.
 COARSE = ("tiny", "small", "base", "large")
 
@@ -59,11 +68,22 @@ class Request:
         if self.recipe not in RECIPES:
             raise ValueError(f"unknown recipe {self.recipe!r}; expected one of {', '.join(RECIPES)}")
         if self.recipe != "dinov2" and self.of_dinov2:
-            raise ValueError(f"{' and '.join(self.of_dinov2)} is for dinov2, not for {self.recipe}")
+            options = [f"--{name.replace('_', '-')}" for name in self.of_dinov2]
+            verb = "is" if len(options) == 1 else "are"
+            raise ValueError(f"{' and '.join(options)} {verb} for dinov2, not for {self.recipe}")
+        if self.drop_path is not None and not 0 <= self.drop_path < 1:
+            raise ValueError(f"--drop-path must be at least 0 and less than 1, got {self.drop_path:g}")
+        if self.workers < 0:
+            raise ValueError(f"--workers must be at least 0, got {self.workers}")
         if self.data is None and (self.workers or self.cache):
-            raise ValueError("workers and cache are about data; name it with --data")
+            raise ValueError("--workers and --cache are about data; name it with --data")
         if self.data is not None and self.recipe != RECIPES[0]:
             raise ValueError(f"data comes as in {RECIPES[0]}, not as in {self.recipe}; leave one of them out")
+        competitors(self.families or ())
+        positive("tokens", _or(self.tokens, 1))
+        groups = [DihedralGroup(order) for order in self.groups]
+        for width in self.widths or LINEAR_WIDTHS:
+            checked_width(width, *groups)
 
     @property
     def of_dinov2(self) -> dict[str, Any]:
@@ -75,6 +95,19 @@ class Request:
     def cuda(self) -> bool:
         """Whether the device is a GPU."""
         return self.device.type == "cuda"
+
+    @cached_property
+    def source(self) -> Source | None:
+        """The data, if there is any."""
+        return None if self.data is None else open_source(self.data)
+
+    def check_batch(self, batch: int) -> None:
+        """Refuse a batch that the data or the recipe of training cannot have."""
+        if self.source is not None and batch > len(self.source):
+            number, name = len(self.source), self.source.name
+            raise ValueError(f"--batch must be at most the {number} images of {name}, got {batch}")
+        if self.recipe == "dinov2" and batch % 2:
+            raise ValueError(f"--batch must be even for dinov2, whose KoLeo compares images, got {batch}")
 
     def shapes(self) -> list[Shape]:
         """The sizes with their patches."""
@@ -92,7 +125,7 @@ class Request:
             device=self.device,
             dtype=DTYPES[dtype],
             batch=self.batch if self.batch is not None else benchmark.batch if self.cuda else 8,
-            compile=self.compile or ("default" if self.cuda and benchmark.compiles else "none"),
+            compile=self.compile or (benchmark.compile if self.cuda else "none"),
             repeats=self.repeats if self.repeats is not None else 20 if self.cuda else 5,
         )
 
@@ -105,9 +138,9 @@ class Benchmark:
     columns: tuple[str, ...] = SPEED
     batch: int = 64
     dtypes: tuple[str, ...] = ("bfloat16",)
-    # Whether the time of its rows needs a floor, and whether it compiles.
+    # Whether the time of its rows needs a floor.
     ceilings: bool = True
-    compiles: bool = True
+    compile: Compile = "reduce-overhead"
 
 
 def _model(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
@@ -119,9 +152,8 @@ def _model(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row
 def _train(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
     """Training steps of whole models; below float32 with autocast. With data, also fed by a loader."""
     families = request.families or ("d8", "h8", "i8")
-    if request.data is not None:
-        source = open_source(request.data)
-        source = cache(source) if request.cache else source
+    if request.source is not None:
+        source = cache(request.source) if request.cache else request.source
         return bench_feeding(settings, request.shapes(), families, source, request.workers)
     if request.recipe == "dinov2":
         return bench_dinov2(settings, ceilings, request.shapes(), families, **request.of_dinov2)
@@ -140,8 +172,8 @@ def _memory(settings: Settings, _: Ceilings, request: Request) -> list[Row]:
 
 def _linear(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
     """Linear layers C → 4C: standard, octic or of other dihedral groups, and eight equal blocks."""
-    widths = request.widths or ((1024, 8192) if request.cuda else (1024,))
-    groups = [DihedralGroup(order) for order in request.groups]
+    widths = request.widths or (LINEAR_WIDTHS if request.cuda else LINEAR_WIDTHS[:1])
+    groups = [DihedralGroup(order) for order in dict.fromkeys(request.groups)]
     return bench_linear(settings, ceilings, widths, tokens=_or(request.tokens, 196), groups=groups)
 
 
@@ -157,7 +189,7 @@ def _operators(settings: Settings, ceilings: Ceilings, request: Request) -> list
 
 
 def _flops(_: Settings, __: Ceilings, request: Request) -> list[Row]:
-    """FLOPs of the matrix products in a block against the width; nothing is computed."""
+    """FLOPs of the matrix products in a block against the width, by formula; nothing is timed."""
     return count_flops(request.widths or tuple(2**i for i in range(7, 14)), tokens=_or(request.tokens, 197))
 
 
@@ -170,11 +202,11 @@ BENCHMARKS = {
     "block": Benchmark(_block),
     "model": Benchmark(_model, MODEL),
     "train": Benchmark(_train),
-    "linear": Benchmark(_linear, LINEAR, dtypes=PRECISIONS, compiles=False),
-    "gelu": Benchmark(_gelu, LAYER, batch=32),
-    "memory": Benchmark(_memory, MEMORY, ceilings=False),
-    "ops": Benchmark(_operators, LAYER, compiles=False),
-    "flops": Benchmark(_flops, ("case", "name", "gflops", "ratio"), ceilings=False, compiles=False),
+    "linear": Benchmark(_linear, LINEAR, dtypes=PRECISIONS, compile="none"),
+    "gelu": Benchmark(_gelu, LAYER, batch=32, compile="default"),
+    "memory": Benchmark(_memory, MEMORY, ceilings=False, compile="none"),
+    "ops": Benchmark(_operators, LAYER, compile="none"),
+    "flops": Benchmark(_flops, ("case", "name", "gflops", "ratio"), ceilings=False, compile="none"),
 }
 """The benchmarks by their names, as in `quickvit bench NAME`."""
 
@@ -209,10 +241,12 @@ def run(name: str, request: Request, command: str = "") -> Record:
     # Everything that can be wrong with the arguments is said before anything takes time.
     chosen = {dtype: request.settings(dtype, benchmark) for dtype in dtypes}
     request.shapes()
+    if name == "train":
+        request.check_batch(chosen[dtypes[0]].batch)
     rows: list[Row] = []
     ceilings: dict[str, Ceilings] = {}
     on_device = torch.cuda.device(request.device) if request.cuda else nullcontext()
-    with threads(request.threads), on_device:
+    with threads(request.threads), on_device, fused_attention():
         for dtype, settings in chosen.items():
             reached = Ceilings(1.0, 1.0)
             if benchmark.ceilings:

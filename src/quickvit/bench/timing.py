@@ -80,10 +80,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a call: median, distance of the quartiles relative to it, and the best."""
+    """Milliseconds of a call: median, distance of the quartiles relative to it, and the best.
+
+    spread: None for a single sample, which has none.
+    """
 
     ms: float
-    spread: float
+    spread: float | None
     best: float
 
 
@@ -204,7 +207,7 @@ def summary(samples: Sequence[float]) -> Timing:
     """Median and spread of samples."""
     middle = median(samples)
     if len(samples) < 2 or not middle:
-        return Timing(middle, 0.0, min(samples))
+        return Timing(middle, None, min(samples))
     low, _, high = quantiles(samples, n=4, method="inclusive")
     return Timing(middle, (high - low) / middle, min(samples))
 

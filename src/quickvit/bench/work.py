@@ -1,8 +1,9 @@
-"""The work that no implementation avoids: FLOPs of matrix products, and bytes through memory.
+"""The work of a model's steps: FLOPs of matrix products, and bytes through memory.
 
 A step (a product, attention, GELU, a norm with the residual sum before it) reads each of its inputs once and
 writes each of its outputs once. Over the rates that the device reaches, its operations and its bytes give two
-times; the larger is the floor of the step, and the floor of a chain of steps is the sum of theirs.
+times; the larger is the floor of the step, and the floor of a chain of steps is the sum of theirs. Kernels that do
+several steps in one, fc1 and GELU for example, can go below that sum.
 """
 
 from __future__ import annotations

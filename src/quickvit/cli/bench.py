@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -14,8 +15,9 @@ from quickvit.bench.tune import tune as search_tiles
 from quickvit.cli.build import choose_device
 from quickvit.cli.command import Command, Parser
 from quickvit.cli.output import NOTHING, print_json, print_table
+from quickvit.ops.tiles import path as tiles_path
 from quickvit.ops.tiles import store
-from quickvit.provenance import write
+from quickvit.provenance import require_file, write
 
 SIZED = ("block", "model", "train", "memory", "ops")
 WHOLE = ("model", "train", "memory")
@@ -26,7 +28,7 @@ BENCH_OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "--sizes": (SIZED, {"nargs": "+", "help": "tiny … 22b; base on a CPU, large and huge on a GPU"}),
     "--patch": (SIZED, {"type": int, "help": "16 up to large, else 14"}),
     "--img-size": (SIZED, {"type": int, "default": 224, "help": "side of the images"}),
-    "--depth": (WHOLE, {"type": int, "help": "fewer blocks"}),
+    "--depth": (WHOLE, {"type": int, "help": "number of blocks, to time a shortened model"}),
     "--families": (("block", *WHOLE), {"nargs": "+", "help": "d8, h8, i8, h2, beside timm's ViT"}),
     "--recipe": (
         ("train",),
@@ -49,21 +51,29 @@ BENCH_OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "--cache": (("train",), {"type": bool, "default": False, "help": "keep the decoded images in memory"}),
     "--views": (
         ("model",),
-        {"type": bool, "default": True, "help": "compare with a ViT averaged over eight views"},
+        {
+            "type": bool,
+            "default": True,
+            "help": "also time a ViT averaged over the eight poses, which is invariant too",
+        },
     ),
     "--widths": (LAYERS, {"nargs": "+", "type": int, "help": "numbers of channels"}),
     "--groups": (
         ("linear",),
         {"nargs": "+", "type": int, "default": [8], "help": "orders of dihedral groups; 8 is the octic one"},
     ),
-    "--tokens": (LAYERS, {"type": int, "help": "of an image; 196, in flops 197"}),
-    "--batch": (MEASURED, {"type": int, "help": "images; 8 on a CPU, 64 on a GPU, in gelu 32"}),
-    "--dtype": (MEASURED, {"nargs": "+", "choices": list(suite.DTYPES), "help": "one or several"}),
+    "--tokens": (LAYERS, {"type": int, "help": "of an image; 196 by default, in flops 197"}),
+    "--batch": (
+        MEASURED,
+        {"type": int, "help": "images; by default 8 on a CPU, 64 on a GPU, there in gelu 32"},
+    ),
+    "--dtype": (MEASURED, {"nargs": "+", "choices": list(suite.DTYPES), "help": "precisions to time"}),
     "--compile": (
         ("block", *WHOLE, "gelu"),
         {
             "choices": list(COMPILE),
-            "help": "none on a CPU, else default; blocks: one by one, with CUDA graphs",
+            "help": "mode of torch.compile; none on a CPU by default. reduce-overhead runs CUDA graphs, and so does "
+            "blocks, which compiles deep models faster",
         },
     ),
     "--device": (MEASURED, {"help": "cuda where there is one, else cpu"}),
@@ -81,9 +91,9 @@ def bench(arguments: Namespace) -> int:
     given = {REQUEST.get(key, key): value for key, value in options.items() if key not in ("json", "out")}
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     request = suite.Request(**{**given, "device": choose_device(options.get("device"))})
-    record = suite.run(name, request, arguments.command_line)
     if options["out"] is not None:
-        write(record.as_dict(), options["out"])
+        require_file(options["out"])
+    record = suite.run(name, request, arguments.command_line)
     if options["json"]:
         print_json(record.as_dict())
     else:
@@ -92,6 +102,9 @@ def bench(arguments: Namespace) -> int:
         for dtype, reached in record.ceilings.items():
             rates = f"{reached.bytes_per_s / 1e9:.4g} GB/s, {reached.flops_per_s / 1e12:.3g} TFLOP/s"
             print(f"\nceilings in {dtype}: copy and matrix product reach {rates}")
+    # Last, so that a disk that is full does not take the numbers along.
+    if options["out"] is not None:
+        write(record.as_dict(), options["out"])
     return 1 if record.rows and all(row.failure for row in record.rows) else 0
 
 
@@ -103,15 +116,23 @@ def tune(arguments: Namespace) -> int:
         sizes=tuple(arguments.sizes), device=device, batch=arguments.batch, dtypes=(arguments.dtype,)
     )
     settings = request.settings(arguments.dtype, suite.BENCHMARKS["ops"])
+    shapes = request.shapes()
     found: list[Tuned] = []
-    for result in search_tiles(settings, measure_ceilings(settings), request.shapes()):
+    for result in search_tiles(settings, measure_ceilings(settings), shapes):
         found.append(result)
         # What was found survives an interruption.
-        file = store(gpu, {result.kernel: result.after})
-    rows = [[r.kernel, str(r.before), f"{r.before_ms:.4f}", str(r.after), f"{r.after_ms:.4f}"] for r in found]
+        store(gpu, {result.kernel: result.after})
+    if not found:
+        print("quickvit: nothing to tune: no kernel with tiles runs on this GPU", file=sys.stderr)
+        return 1
+    rows = [[r.kernel, str(r.before), _ms(r.before_ms), str(r.after), _ms(r.after_ms)] for r in found]
     print_table(["kernel", "tile before", "ms", "tile now", "ms"], rows)
-    print(f"\nkept in {file}")
+    print(f"\nkept in {tiles_path(gpu)}")
     return 0
+
+
+def _ms(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.4f}"
 
 
 def _add_tuning(parser: ArgumentParser) -> None:
