@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from quickvit import __version__
-from quickvit.cli import main
+from quickvit.cli import COMMANDS, main
+from quickvit.cli.command import Command
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,11 @@ def test_module_is_the_command():
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.splitlines()[-1].startswith("quickvit: error: unknown model 'nothing'")
+
+
+def test_an_interruption_is_one_line(run, monkeypatch):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "demo", Command(interrupted, COMMANDS["demo"].add_arguments))
+    assert run("demo") == (130, "", "quickvit: interrupted\n")

@@ -6,10 +6,25 @@ import numpy as np
 import pytest
 import torch
 
-from quickvit import QuickVisionTransformer
+from quickvit import QuickVisionTransformer, save_checkpoint
 from quickvit.layers import OcticPosition
+from quickvit.models import create_model
+from quickvit.models.checkpoints import save_weights
+from quickvit.models.standard import standard_config
+from quickvit.testing import randomize
 
 ELEMENTS = ["e", "r", "r2", "r3", "s", "sr", "sr2", "sr3"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run that trained an i8 with small patches."""
+    folder = tmp_path_factory.mktemp("run")
+    model = QuickVisionTransformer(
+        family="i8", img_size=16, patch_size=4, embed_dim=64, depth=2, num_heads=2, num_classes=3
+    )
+    save_checkpoint(randomize(model, seed=7), folder / "model.safetensors")
+    return folder
 
 
 class TestVerify:
@@ -72,6 +87,39 @@ class TestVerify:
         assert result["img_size"] == [32, 32]
         assert result["worst"]["invariance"] < 1e-10
 
+    def test_weights_of_files_and_runs_stay_as_they_are(self, run, monkeypatch, trained):
+        """Here the trained patches are not those of a named model."""
+        monkeypatch.setattr(
+            "quickvit.cli.evaluate.randomize", lambda *_: pytest.fail("the weights were replaced")
+        )
+        for model in (trained, trained / "model.safetensors"):
+            code, out, _ = run("verify", model, "--dtype", "float64", "--json")
+            result = json.loads(out)
+            assert code == 0
+            assert (result["name"], result["img_size"]) == (str(model), [16, 16])
+            assert result["promises"] == ["equivariance", "invariance"]
+            assert result["worst"]["invariance"] < 1e-10
+
+    def test_a_trained_standard_vit_of_images_that_are_not_square(self, run, tmp_path):
+        path = tmp_path / "vit.safetensors"
+        vit = randomize(create_model("baseline_tiny_patch16_224", img_size=32, depth=1), seed=7)
+        save_weights(vit.state_dict(), path, standard_config(vit))
+        for model in ([path], ["baseline_tiny_patch16_224", "--checkpoint", path]):
+            code, out, _ = run("verify", *model, "--img-size", "32x48", "--json")
+            assert code == 0
+            assert json.loads(out)["img_size"] == [32, 48]
+
+    def test_a_file_needs_no_other_weights(self, run, trained, checkpoint):
+        code, _, err = run("verify", trained, "--checkpoint", checkpoint)
+        assert code == 2
+        assert f"{trained} has weights already" in err
+
+    @pytest.mark.parametrize("command", [["verify"], ["embed", "--out", "f.npz"]])
+    def test_what_is_no_vit(self, run, images, command):
+        code, _, err = run(*command, "resnet18", *([images] if command[0] == "embed" else []))
+        assert code == 2
+        assert "resnet18 is neither a Quick ViT nor a ViT of timm" in err
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -105,6 +153,24 @@ class TestVerify:
 
 
 class TestEmbed:
+    def test_files_and_runs(self, run, images, trained, tmp_path):
+        features = []
+        for model in (trained, trained / "model.safetensors"):
+            out_file = tmp_path / f"{model.name}.npz"
+            code, _, err = run("embed", model, images, "--out", out_file, "--device", "cpu")
+            assert code == 0
+            assert "the weights are random" not in err
+            with np.load(out_file) as file:
+                features.append(file["features"])
+        assert features[0].shape == (3, 64)
+        assert np.array_equal(*features)
+
+    def test_an_unusable_out_is_found_before_the_work(self, run, monkeypatch, images, checkpoint):
+        monkeypatch.setattr("quickvit.cli.evaluate.embed_images", lambda *_, **__: pytest.fail("takes time"))
+        code, _, err = run("embed", checkpoint, images, "--out", images)
+        assert code == 2
+        assert "it is a folder; expected the name of a file" in err
+
     def test_features_of_a_folder(self, run, images, checkpoint, tmp_path):
         out_file = tmp_path / "new" / "features.npz"
         code, out, err = run(
@@ -144,20 +210,21 @@ class TestEmbed:
         with np.load(out_file) as file:
             assert len(file["features"]) == len(file["paths"]) == 3
 
-    def test_nothing_readable_is_exit_code_1(self, run, checkpoint, tmp_path):
+    def test_nothing_readable_is_exit_code_2(self, run, checkpoint, tmp_path):
         out_file = tmp_path / "features.npz"
         code, out, err = run(
             *("embed", "quickvit_i8_tiny_patch16_224", tmp_path / "missing.png", "--checkpoint", checkpoint),
             *("--out", out_file),
         )
-        assert (code, out) == (1, "")
-        assert "none of the 1 images could be read" in err
+        assert (code, out) == (2, "")
+        assert "quickvit: error: none of the 1 images could be read" in err
         assert not out_file.exists()
 
     @pytest.mark.parametrize(
         ("option", "message"),
         [
             (["--device", "abacus"], "cannot use the device 'abacus'"),
+            (["--device", "meta"], "cannot use the device 'meta'"),
             (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
         ],
     )

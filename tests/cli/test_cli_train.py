@@ -160,6 +160,7 @@ def test_wrong_configurations(run, small, tmp_path, capsys, text, message):
         (["--run.accumulate", 3], "a batch of 4 cannot be shared evenly"),
         (["--run.device", "abacus"], "cannot use the device 'abacus'"),
         (["--run.log_every", 0], "log_every must be at least 1, got 0"),
+        (["--epochs", 0], "epochs must be at least 1, got 0"),
         (["--finetune", "nowhere.safetensors"], "no checkpoint at nowhere.safetensors"),
     ],
 )

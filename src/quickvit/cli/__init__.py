@@ -1,4 +1,4 @@
-"""The command `quickvit`: list, describe, verify, train and time models, embed images, report, run the demo."""
+"""Train, evaluate, verify and time Quick ViTs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
-    0 good, 1 a check failed, 2 wrong arguments or files, 75 stopped by a signal and ready to go on.
+    0 good, 1 a check failed, 2 wrong arguments or files, 75 stopped by a signal and ready to go on, 130 interrupted.
     """
     command, arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever reads the output has seen enough; what is still buffered must not complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print("quickvit: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"quickvit: error: {error}", file=sys.stderr)
         return 2

@@ -19,6 +19,8 @@ from quickvit.models.zoo import BASELINES, STANDARD, VIT_MODULES
 
 # The file of a run with the trained model.
 RESULT = "model.safetensors"
+# timm's option.
+DYNAMIC = "dynamic_img_size"
 # What makes a checkpoint a model of another name.
 ARCHITECTURE = ("family", "embed_dim", "depth", "num_heads", "patch_size")
 
@@ -34,10 +36,9 @@ def build(
     state, config = (None, None) if checkpoint is None else read_checkpoint(checkpoint)
     if state is not None and config is not None:
         _check_same(name, config, checkpoint)
-        model = restore_any(config, state, str(checkpoint))
+        model = restore_any(_turning(config) if turning else config, state, str(checkpoint))
     else:
-        # timm's ViT takes images of a size other than its own, turned ones too, only if told so at the start.
-        model = create_model(name, **{} if name.startswith("quickvit_") else {"dynamic_img_size": turning})
+        model = create_model(name, **{} if name.startswith("quickvit_") else {DYNAMIC: turning})
         if state is not None:
             load_weights(model, state, source=str(checkpoint))
     return _resized(model, img_size)
@@ -66,7 +67,7 @@ def load_model(
             raise ValueError(
                 f"{file} does not say which model it is; give the name of the model, and the file with --checkpoint"
             )
-        return _resized(restore_any(config, state, str(file)), img_size)
+        return _resized(restore_any(_turning(config), state, str(file)), img_size)
     if len(path.parts) > 1 or path.suffix in (".safetensors", ".pth", ".pt"):
         raise FileNotFoundError(f"no checkpoint at {path}")
     foreign = timm.is_model(model) and not (model.startswith("quickvit_") or model in BASELINES)
@@ -87,6 +88,14 @@ def load_model(
     return found
 
 
+def _turning(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a model that also takes images turned by 90°.
+
+    timm's ViT takes images of a size other than its own only if told so at the start.
+    """
+    return {**config, DYNAMIC: True} if STANDARD in config else config
+
+
 def load_named(arguments: Namespace) -> nn.Module:
     """The model that a command line names, with the weights and at the image size that it gives."""
     size = arguments.get("img_size")
@@ -96,6 +105,19 @@ def load_named(arguments: Namespace) -> nn.Module:
         pretrained=arguments.get("pretrained", False),
         img_size=None if size is None else parse_size(size),
     )
+
+
+def load_vit(arguments: Namespace) -> ViT:
+    """The same, of commands that are about ViTs."""
+    model = load_named(arguments)
+    if not isinstance(model, ViT):
+        raise ValueError(f"{arguments.model} is neither a Quick ViT nor a ViT of timm")
+    return model
+
+
+def is_random(arguments: Namespace) -> bool:
+    """Whether a command line names a model without weights."""
+    return arguments.checkpoint is None and not Path(arguments.model).exists()
 
 
 def _resized(model: ViT, img_size: tuple[int, int] | None) -> ViT:
@@ -125,7 +147,8 @@ def choose_device(name: str | None) -> torch.device:
     """The device of this name; by default CUDA where there is one."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.zeros(1, device=device)
+        # The meta device makes tensors too, but computes nothing.
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"cannot use the device {name!r}: {str(error).splitlines()[0]}") from error
     return device

@@ -9,21 +9,23 @@ import torch
 from jsonargparse import ArgumentParser, Namespace
 
 from quickvit.cli import accuracy, protocols, rotation
-from quickvit.cli.build import build, choose_device, parse_size
+from quickvit.cli.build import choose_device, is_random, load_vit
 from quickvit.cli.command import Command, Parser
 from quickvit.cli.output import NOTHING, print_json, print_table
 from quickvit.data import find_images, input_size
 from quickvit.evaluate import embed_images, verify_symmetry
+from quickvit.provenance import require_file
 from quickvit.testing import randomize
 
+MODEL = "safetensors file, the folder of a run, or the name of a model"
+CHECKPOINT = "checkpoint with the weights; random weights if not given"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 def verify(arguments: Namespace) -> int:
     """Measure equivariance and invariance under the eight elements; exit code 1 if a promise is broken."""
-    img_size = None if arguments.img_size is None else parse_size(arguments.img_size)
-    model = build(arguments.model, arguments.checkpoint, img_size=img_size, turning=True)
-    if arguments.checkpoint is None:
+    model = load_vit(arguments)
+    if is_random(arguments):
         randomize(model, arguments.seed)
     report = verify_symmetry(model, DTYPES[arguments.dtype], arguments.seed)
     if arguments.json:
@@ -53,11 +55,11 @@ def verify(arguments: Namespace) -> int:
 
 
 def _add_verify(parser: ArgumentParser) -> None:
-    parser.add_argument("model", help="name of a model")
-    parser.add_argument("--checkpoint", help="weights, random ones by default")
+    parser.add_argument("model", help=MODEL)
+    parser.add_argument("--checkpoint", help=CHECKPOINT)
     parser.add_argument("--img-size", help="H or HxW, the model's own by default")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="precision of the check")
-    parser.add_argument("--seed", type=int, default=0, help="of images and random weights")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for images and weights")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -70,17 +72,17 @@ def embed(arguments: Namespace) -> int:
     images = find_images(arguments.images)
     if not images:
         raise ValueError(f"no images in {', '.join(map(str, arguments.images))}")
+    require_file(arguments.out)
     device = choose_device(arguments.device)
-    model = build(arguments.model, arguments.checkpoint)
-    if arguments.checkpoint is None:
+    model = load_vit(arguments)
+    if is_random(arguments):
         print("quickvit: no --checkpoint given, the weights are random", file=sys.stderr)
     model.reset_classifier(0, arguments.pool)
     result = embed_images(model, images, batch_size=arguments.batch_size, device=device, progress=True)
     for path, reason in result.skipped.items():
         print(f"quickvit: skipped {path}: {reason}", file=sys.stderr)
     if not result.paths:
-        print(f"quickvit: error: none of the {len(images)} images could be read", file=sys.stderr)
-        return 1
+        raise ValueError(f"none of the {len(images)} images could be read")
     result.save(arguments.out)
     number, width = result.features.shape
     if arguments.json:
@@ -92,10 +94,10 @@ def embed(arguments: Namespace) -> int:
 
 
 def _add_embed(parser: ArgumentParser) -> None:
-    parser.add_argument("model", help="name of a model")
+    parser.add_argument("model", help=MODEL)
     parser.add_argument("images", nargs="+", help="image files and folders")
     parser.add_argument("--out", required=True, help="npz file to write")
-    parser.add_argument("--checkpoint", help="weights, random ones by default")
+    parser.add_argument("--checkpoint", help=CHECKPOINT)
     parser.add_argument("--batch-size", type=int, default=32, help="images per step")
     parser.add_argument("--device", help="cuda where there is one, else cpu")
     parser.add_argument("--pool", choices=["token", "avg"], help="the model's own by default")

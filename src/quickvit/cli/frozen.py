@@ -119,7 +119,9 @@ def freeze(arguments: Namespace) -> Iterator[Frozen]:
 def add_frozen(parser: ArgumentParser, dtype: str | None = None) -> None:
     """The arguments of `freeze`; `dtype` is the default, None for that of the device."""
     add_model(parser, dtype)
-    parser.add_argument("--pretrained", action="store_true", help="timm's weights of a model that was named")
+    parser.add_argument(
+        "--pretrained", action="store_true", help="timm's pretrained weights, of models of timm"
+    )
     parser.add_argument("--img-size", help="H or HxW, the model's own by default")
     parser.add_argument("--cache", help="folder for features; ~/.cache/quickvit/features by default")
 

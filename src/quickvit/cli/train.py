@@ -7,16 +7,13 @@ import sys
 from dataclasses import asdict, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from quickvit.cli.build import choose_device
 from quickvit.cli.command import Command, Parser
 from quickvit.cli.output import print_json
-
-if TYPE_CHECKING:
-    pass
 
 # The recipes bring PyTorch's distributed parts along, so they are imported when one is called.
 
