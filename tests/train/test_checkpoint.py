@@ -75,6 +75,17 @@ def test_the_newest_are_kept(store):
     assert sorted(os.listdir(store.folder)) == ["step-00000002", "step-00000010"]
 
 
+def test_an_unsound_newer_one_does_not_cost_the_one_just_written(tmp_path):
+    store = Store(tmp_path / "checkpoints", World(), keep=1)
+    assert save(store, 8)
+    truncated(store.path(8))
+    assert save(store, 4)
+    assert store.newest(state())[1].step == 4
+    assert save(store, 6)
+    assert store.newest(state())[1].step == 6
+    assert [path.name for path in store.paths()] == ["step-00000008", "step-00000006"]
+
+
 def test_keep_must_be_positive(tmp_path):
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         Store(tmp_path, World(), keep=0)

@@ -1,8 +1,10 @@
 """Several processes compute what one does, and can take over from each other."""
 
 import os
+import shutil
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import tiny_runs
@@ -98,6 +100,16 @@ def test_resumed_by_another_number_of_ranks(alone, config, parallel, first, seco
         assert min(sizes) > 0.7 * max(sizes)  # both have their part
     tiny_runs.run_ranks(chosen, second)
     assert_close_run(chosen.out, alone(model=QUICK))
+
+
+def test_an_evaluation_that_fails_on_one_rank_does_not_cost_the_updates_before_it(config, images, tmp_path):
+    shutil.copytree(images, tmp_path / "images")
+    (tmp_path / "images" / "val" / "class2" / "2.png").write_bytes(b"no image")
+    chosen = replace(config({"save_every": 5}), data=str(tmp_path / "images"))
+    for process in tiny_runs.start_ranks(chosen, 2):
+        process.join(120)
+        assert process.exitcode not in (0, None)
+    assert [path.name for path in (chosen.out / "checkpoints").iterdir()] == ["step-00000005"]
 
 
 def test_a_batch_that_cannot_be_shared(config, monkeypatch):

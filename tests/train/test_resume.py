@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import tiny_runs
@@ -51,6 +52,39 @@ def test_a_signal_saves_and_asks_to_be_started_again(images, whole, tmp_path, nu
     assert not (out / "model.safetensors").exists()
     assert tiny_runs.run(config) == 0
     tiny_runs.assert_same_run(out, whole)
+
+
+def work_in_a_group(config):
+    """Train in a process group of its own, with the loader's workers."""
+    os.setpgid(0, 0)
+    tiny_runs.work(config)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_the_whole_group_saves_too(images, whole, tmp_path, number):
+    out = tmp_path / "run"
+    config = tiny_runs.config(images, out, {"save_every": 1000, "workers": 2}, epochs=EPOCHS)
+    process = tiny_runs.processes.Process(target=work_in_a_group, args=(config,))
+    process.start()
+    tiny_runs.wait_for(out, 3, process)
+    os.killpg(process.pid, number)
+    process.join(60)
+    assert tiny_runs.finished(process, config) == 75
+    assert list((out / "checkpoints").glob("step-*"))
+    deadline = time.monotonic() + 20
+    while group_lives(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not group_lives(process.pid)
+    assert tiny_runs.run(config) == 0
+    tiny_runs.assert_same_run(out, whole)
+
+
+def group_lives(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_a_finished_run_stays_as_it_is(images, whole):

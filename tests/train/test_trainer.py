@@ -285,6 +285,34 @@ def test_a_stop_where_an_evaluation_was_due_leaves_it_to_the_next_process(run, t
     assert [step for step, _ in Trainer(Distillation(), run, tmp_path).fit().evaluations] == [4, 8, 12]
 
 
+def test_an_evaluation_that_fails_does_not_cost_the_updates_before_it(run, tmp_path):
+    class Failing(Distillation):
+        def evaluate(self, world):
+            raise ArithmeticError("a mistake")
+
+    trainer = Trainer(Failing(), run, tmp_path)
+    with pytest.raises(ArithmeticError, match="a mistake"):
+        trainer.fit()
+    assert trainer.store.newest(trainer.state())[1].step == 4
+    assert [step for step, _ in Trainer(Distillation(), run, tmp_path).fit().evaluations] == [4, 8, 12]
+
+
+def test_data_that_cannot_be_used_are_refused_before_anything_else(run, tmp_path):
+    class Refusing(Distillation):
+        evaluates_first = True
+
+        def batches(self, start, world):
+            raise ValueError("no data")
+
+        def evaluate(self, world):
+            raise AssertionError("evaluated")
+
+    begun = []
+    with pytest.raises(ValueError, match="no data"):
+        Trainer(Refusing(), run, tmp_path).fit(begins=begun.append)
+    assert begun == []
+
+
 def test_the_second_interrupt_is_immediate():
     with stop_requests() as stop:
         assert not stop
@@ -394,9 +422,36 @@ def test_the_last_checkpoint_is_not_optional(run, tmp_path, monkeypatch):
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
+    exported = []
+
+    class Exporting(Distillation):
+        def export(self, folder, world):
+            exported.append(folder)
+
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(OSError, match="the last checkpoint could not be written to"):
-        Trainer(Distillation(), run, tmp_path).fit()
+        Trainer(Exporting(), run, tmp_path).fit()
+    # But its result may fit where all of its state does not.
+    assert exported == [tmp_path]
+
+
+def test_metrics_that_are_no_numbers_are_still_json(tmp_path):
+    with Journal(tmp_path) as journal:
+        journal.evaluation(1, {"f1": math.nan, "loss": math.inf, "top1": 0.5})
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    for _ in range(2):
+        (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        found = json.loads(line, parse_constant=refuse)
+        assert found == {"step": 1, "eval/f1": None, "eval/loss": None, "eval/top1": 0.5}
+        (row,) = read_metrics(tmp_path)
+        assert math.isnan(row["eval/f1"])
+        assert row["eval/top1"] == 0.5
+        # Resuming copies the lines.
+        with Journal(tmp_path, start=1):
+            pass
 
 
 def test_tensorboard(run, tmp_path):

@@ -48,15 +48,19 @@ def carry_out(
     with connected(config.run.device) as world:
         config = resolve(config, world.device)
         trainer = Trainer(build(config), config.run, config.out, world)
-        if world.main:
-            _note_start(config, world.device, command)
-        return trainer.fit()
+
+        def begins(done: int) -> None:
+            if world.main:
+                _note_start(config, world.device, command, done)
+
+        return trainer.fit(begins=begins)
 
 
-def _note_start(config: Config, device: torch.device, command: str) -> None:
+def _note_start(config: Config, device: torch.device, command: str, done: int) -> None:
     plain = as_plain(config)
     config.out.mkdir(parents=True, exist_ok=True)
-    if not (config.out / CONFIG).exists():
+    # A run that starts anew is not the one that an older file describes.
+    if done == 0 or not (config.out / CONFIG).exists():
         write(plain, config.out / CONFIG)
     with (config.out / STARTS).open("a", encoding="utf-8") as file:
         file.write(json.dumps({**surroundings(device, command), "config": plain}) + "\n")

@@ -105,6 +105,10 @@ def _folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def _step(path: Path) -> int:
+    return int(path.name.partition("-")[2])
+
+
 class Store:
     """The checkpoints in a folder.
 
@@ -126,7 +130,7 @@ class Store:
     def paths(self) -> list[Path]:
         """The complete checkpoints, newest first."""
         found = [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-        return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
+        return sorted(found, key=_step, reverse=True)
 
     # ------------------------------------------------------------------ writing
 
@@ -199,7 +203,9 @@ class Store:
                 _remove(final)
             partial.rename(final)
             _flush(self.folder)
-            for old in self.paths()[self.keep :]:
+            # Newer ones are left from before a restart, and not sound: they must not cost those that are.
+            reached = [path for path in self.paths() if _step(path) <= manifest.step]
+            for old in reached[self.keep :]:
                 _remove(old)
         except OSError as error:
             return str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -145,16 +146,17 @@ class Journal:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of a run folder, line by line; a last line that was cut off is left out."""
+    """The metrics of a run folder, line by line, NaN for null; a last line that was cut off is left out."""
     path = folder / METRICS
     if not path.exists():
         return []
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             break
+        rows.append({name: math.nan if value is None else value for name, value in row.items()})
     return rows
 
 
@@ -168,8 +170,13 @@ def _keep_until(folder: Path, step: int) -> None:
 
 
 def _write_line(file: TextIO, row: Mapping[str, Any]) -> None:
+    # JSON has no word for what is not finite.
+    known = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
     try:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps(known, allow_nan=False) + "\n")
         file.flush()
     except OSError as error:
         # A full disk must not end a run for a line of metrics.

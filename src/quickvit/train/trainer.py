@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,11 +117,18 @@ class Trainer:
         self.nonfinite = 0
         self.graphs = world.device.type == "cuda" and has_graphs(run.compile)
 
-    def fit(self, label: str | None = None) -> Outcome:
-        """Train from the newest sound checkpoint, or from the start, to the end or until a signal asks to stop."""
+    def fit(self, label: str | None = None, begins: Callable[[int], None] | None = None) -> Outcome:
+        """Train from the newest sound checkpoint, or from the start, to the end or until a signal asks to stop.
+
+        begins: called with the number of updates done before, once nothing speaks against beginning.
+        """
         recipe, run = self.recipe, self.run
         done, stopped = self.resume(), False
         with self._surroundings(done, label or recipe.name) as (stop, journal):
+            # What is wrong with the data shows here, not after an evaluation.
+            batches = recipe.batches(done, self.world)
+            if begins is not None:
+                begins(done)
             self.train_mode(True)
             if (
                 (done or recipe.evaluates_first)
@@ -130,17 +137,20 @@ class Trainer:
             ):
                 # Before the first update; or the process before was asked to stop, and left this to us.
                 self.evaluate(done, journal)
-            batches = recipe.batches(done, self.world)
             while done < recipe.total_steps and not stopped:
                 with journal.update():
                     metrics, stopped = self.update(done, next(batches), stop)
                 done += 1
                 if self._due(done, run.log_every):
                     journal.write(done, {**self._numbers(metrics), **self._memory()})
-                if not stopped and self._due(done, run.evaluate_every):
-                    self.evaluate(done, journal)
+                # Saved first: an evaluation that fails must not cost the updates before it.
                 if stopped or self._due(done, run.save_every):
                     self.save(done)
+                if not stopped and self._due(done, run.evaluate_every):
+                    if self.store is not None and self.world.size > 1:
+                        # Ranks that fail one by one could not do this any more.
+                        self.store.settle()
+                    self.evaluate(done, journal)
             self._finish(stopped)
         return Outcome(done, stopped, journal.evaluations, journal.seconds)
 
@@ -253,10 +263,11 @@ class Trainer:
     def _finish(self, stopped: bool) -> None:
         if self.store is None or self.folder is None:
             return
-        if not self.store.settle():
-            raise OSError(f"the last checkpoint could not be written to {self.store.folder}")
+        settled = self.store.settle()
         if not stopped:
             self.recipe.export(self.folder, self.world)
+        if not settled:
+            raise OSError(f"the last checkpoint could not be written to {self.store.folder}")
 
     def _keep_what_was_begun(self) -> None:
         """However the loop ends; but ranks that fail one by one cannot agree on a checkpoint any more."""
