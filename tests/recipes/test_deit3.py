@@ -116,13 +116,43 @@ def test_precision_and_classes_follow_from_device_and_data(config):
     assert resolve(config, CUDA).precision == "bf16"
     assert resolve(config, CPU).classes == 6
     assert resolve(config, CPU).steps_per_epoch == 3
-    assert resolve(replace(config, classes=9), CPU).classes == 9
+    assert resolve(replace(config, classes=6), CPU).classes == 6
     assert resolve(resolve(config, CPU), CPU) == resolve(config, CPU)
 
 
 def test_a_batch_larger_than_the_data(config):
     with pytest.raises(ValueError, match=r"batch_size must be at most the 18 images of .*train, got 2048"):
         resolve(replace(config, batch_size=None), CPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"epochs": -3}, "epochs must be at least 1, got -3"),
+        ({"clip": 0.0}, r"clip must be above 0, or null for no clipping, got 0\.0"),
+        ({"clip": -1.0}, r"clip must be above 0, or null for no clipping, got -1\.0"),
+        ({"classes": 5}, r"classes must be the 6 of .*train, got 5"),
+        ({"classes": 7}, r"classes must be the 6 of .*train, got 7; classes without images can be named"),
+        ({"smoothing": 0.1}, r"smoothing must be 0 with the loss bce, .*got 0\.1; use --loss ce"),
+        ({"finetune": Path("m"), "loss": "bce", "smoothing": 0.1}, "smoothing must be 0 with the loss bce"),
+    ],
+)
+def test_wrong_values_are_named_before_anything_takes_time(config, changes, message):
+    config = replace(config, model="vit_tiny_patch16_224", **changes)
+    with pytest.raises(ValueError, match=message):
+        resolve(config, CPU)
+
+
+def test_fine_tuning_by_bce_smoothes_nothing(images):
+    options = {"finetune": Path("model.safetensors"), "loss": "bce"}
+    assert paper("baseline_large_patch16_224", images, **options).smoothing == 0.0
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
+def test_the_epsilon_is_that_of_deits_commands(config, optimizer):
+    groups = Deit3(resolve(replace(config, optimizer=optimizer), CPU)).optimizer().param_groups
+    assert {group["eps"] for group in groups} == {1e-8}
 
 
 def test_open_values_are_an_error(config):
@@ -274,6 +304,16 @@ def test_evaluation_counts_every_image_once(config):
     assert numbers["top5"] == pytest.approx(guesses.any(1).double().mean().item())
 
 
+def test_as_many_images_may_be_unreadable_in_evaluation(config, images, tmp_path):
+    data = shutil.copytree(images, tmp_path / "damaged")
+    for file in sorted((data / "val").rglob("*.*"))[:3]:
+        file.write_bytes(b"")
+    config = replace(config, data=str(data))
+    with pytest.raises(ValueError, match="max_unreadable"):
+        Deit3(resolve(replace(config, max_unreadable=2), CPU)).evaluate(World())
+    assert "top1" in Deit3(resolve(replace(config, max_unreadable=3), CPU)).evaluate(World())
+
+
 def test_data_without_validation_is_not_evaluated(config, images):
     recipe = Deit3(resolve(replace(config, data=str(images / "train")), CPU))
     assert recipe.evaluate(World()) == {}
@@ -305,7 +345,12 @@ def test_fine_tuning_at_another_resolution(config, name, tmp_path):
 def test_fine_tuning_on_other_classes(config, tmp_path):
     train(replace(config, epochs=1))
     start = config.out / "model.safetensors"
-    other = resolve(replace(config, out=tmp_path / "other", finetune=start, classes=4), CPU)
+    fewer = tmp_path / "images"
+    for split in ("train", "val"):
+        for label in range(4):
+            shutil.copytree(Path(config.data) / split / str(label), fewer / split / str(label))
+    other = replace(config, data=str(fewer), out=tmp_path / "other", finetune=start)
+    other = resolve(other, CPU)
     model, before = build_model(other), load_checkpoint(start)
     assert model.head.weight.shape == (4, 32)
     assert torch.equal(model.blocks[0].attn.qkv.weight_1, before.blocks[0].attn.qkv.weight_1)

@@ -117,6 +117,21 @@ def test_the_values_are_those_of_dinobloom(cells):
     small = resolve(config(cells, None, preset="small", model="quickvit_i8_small_patch16_224"), CPU)
     assert (small.steps, small.learning_rate) == (4000, 2e-4)
     assert small.prototypes < 65536
+    assert small.group == 64
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_defaults_are_for_eight_gpus_and_fewer(cells, backbone, ranks):
+    small = {
+        "model": "quickvit_i8_tiny_patch16_224",
+        "img_size": 16,
+        "patch_size": 4,
+        "model_args": tiny_runs.MODEL,
+        "prototypes": 24,
+    }
+    resolved = resolve(config(cells, backbone, **small), CPU)
+    assert (resolved.batch_size, resolved.group) == (320, 40)
+    Dinobloom(resolved).batches(0, World(size=ranks))
 
 
 def test_batches_are_mixed_by_weight(cells, backbone):

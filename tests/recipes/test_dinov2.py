@@ -11,9 +11,11 @@ import pytest
 import tiny_runs
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 
 from quickvit import QuickVisionTransformer, load_checkpoint, save_checkpoint
 from quickvit.cli import main
+from quickvit.models import checkpoints
 from quickvit.models.checkpoints import read_checkpoint
 from quickvit.models.standard import restore_any
 from quickvit.recipes import Dinov2, Dinov2Config
@@ -92,6 +94,15 @@ def test_the_values_are_those_of_the_paper():
         0.04,
         0.07,
     )
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "group"),
+    [("large", 1024, 64), ("huge", 1024, 32), ("large", 96, 32), ("huge", 48, 16), ("large", 320, 64)],
+)
+def test_a_group_is_what_a_gpu_has_or_divides_the_batch(size, batch_size, group):
+    config = Dinov2Config(f"quickvit_h8_{size}_patch16_224", "digits", "run", batch_size=batch_size)
+    assert resolve(config, CPU).group == group
 
 
 def test_local_views_have_whole_patches():
@@ -224,6 +235,7 @@ def test_the_token_of_a_standard_vit_has_the_rate_of_its_stem(config):
     ("changes", "message"),
     [
         ({"group": 1}, "KoLeo needs a group of at least 2 images, got 1"),
+        ({"knn_images": 0}, "knn_images must be at least 1, got 0"),
         ({"steps": -1}, "steps and local_views must be at least 0, got -1"),
         ({"local_size": 10}, "10×10 pixels is not divisible into patches of 4"),
         ({"img_size": 18}, "18×18 pixels is not divisible into patches of 4"),
@@ -310,6 +322,8 @@ def test_the_loss_is_that_of_a_plain_reading(config, model, local_views):
         for b in range(8):
             partner = b + 1 if b % 2 == 0 else b - 1  # groups of two
             koleo -= sum((classes[b, v] - classes[partner, v]).norm().log().item() for v in range(2))
+    if not local_views:
+        pairs += 8  # DINOv2 counts one more of each image
     expected = {"dino": dino / pairs, "ibot": ibot / 16, "koleo": koleo / 16}
     # timm resizes positions in float32.
     tolerance = 1e-10 if model.startswith("quickvit") or not local_views else 1e-6
@@ -562,6 +576,54 @@ def test_the_teacher_is_a_plain_checkpoint(config, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), fresh.parameters(), strict=True))
     assert "modules.targets.class_center" in state
     assert "optimizer.student_head.prototypes.exp_avg" in state
+
+
+def test_a_full_disk_costs_snapshots_only(config, monkeypatch, caplog):
+    save_file = checkpoints.save_file
+
+    def full(tensors, path, **options):
+        if "step-" in path:
+            raise SafetensorError("Error while serializing: No space left on device")
+        save_file(tensors, path, **options)
+
+    monkeypatch.setattr(checkpoints, "save_file", full)
+    chosen = config({"evaluate_every": 5}, snapshots=True)
+    assert train(chosen).steps == 10
+    assert caplog.text.count("no snapshot of the teacher: cannot write") == 3
+    assert not list((chosen.out / "teachers").iterdir())
+    assert (chosen.out / "model.safetensors").exists()
+
+
+def test_an_update_that_is_left_out_counts_for_the_names_of_snapshots(config, monkeypatch):
+    loss = Dinov2.loss
+
+    def sometimes(self, batch, step):
+        value, metrics = loss(self, batch, step)
+        return value * (math.inf if step in (4, 9) else 1), metrics
+
+    monkeypatch.setattr(Dinov2, "loss", sometimes)
+    chosen = config({"evaluate_every": 5, "max_nonfinite": 2}, snapshots=True)
+    train(chosen)
+    kept = sorted(path.name for path in (chosen.out / "teachers").iterdir())
+    assert kept == [f"step-{step:08d}.safetensors" for step in (0, 5, 10)]
+    # And where it was the last before a restart.
+    (chosen.out / "teachers" / kept[-1]).unlink()
+    (chosen.out / "metrics.jsonl").unlink()
+    train(chosen)
+    assert sorted(path.name for path in (chosen.out / "teachers").iterdir()) == kept
+
+
+def test_only_training_images_are_thinned_for_neighbours(config, labelled, monkeypatch):
+    recipe = recipe_of(config(labelled=labelled, knn_images=4))
+    sizes = []
+
+    def judge(train, test, world):
+        sizes.append((len(train.targets), len(test.targets)))
+        return {}
+
+    monkeypatch.setattr(recipe, "judge", judge)
+    recipe.evaluate(World())
+    assert sizes == [(4, 10)]
 
 
 def test_a_standard_vit_says_what_it_is(config):

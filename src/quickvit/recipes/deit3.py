@@ -84,11 +84,16 @@ FINETUNING: dict[str, Any] = {
     "mixing_group": 64,
 }
 FINETUNING_DROP_PATH = {0: 0.0, 384: 0.0, 768: 0.2, 1024: 0.45, 1280: 0.55}
+# DeiT III's commands leave --opt-eps at its default, for FusedLAMB and for AdamW; timm's own LAMB would have 1e-6.
+EPS = 1e-8
 
 
 @dataclass(frozen=True)
 class Deit3Config:
-    """Configuration of DeiT III. What is left open follows from the size of the model, or from fine-tuning."""
+    """Train a classifier by DeiT III's recipe.
+
+    What is left open follows from the size of the model, or from fine-tuning.
+    """
 
     model: str
     """Name of a Quick ViT, of a baseline (baseline_large_patch16_224) or of a ViT of timm."""
@@ -137,7 +142,7 @@ class Deit3Config:
     loss: Literal["bce", "ce"] | None = None
     """bce (Quick ViTs), ce for fine-tuning (DeiT III)."""
     smoothing: float | None = None
-    """Label smoothing: 0, 0.1 for fine-tuning (DeiT III)."""
+    """Label smoothing: 0, 0.1 for fine-tuning (DeiT III) by ce; there is none for bce."""
     mixup: float = 0.8
     """α of mixup (Quick ViTs)."""
     cutmix: float = 1.0
@@ -190,8 +195,17 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
     defaults = {**TRAINING, **row(SIZES, width)}
     if config.finetune is not None:
         defaults |= {**FINETUNING, "drop_path": row(FINETUNING_DROP_PATH, width)}
+    if config.loss == "bce":
+        # Its targets are 1 for every class that has a part in an image, however small.
+        defaults["smoothing"] = 0.0
     known = {name: value for name in defaults if (value := getattr(config, name)) is not None}
+    _check(config, {**defaults, **known})
     source = _open_source(config.data, "train")
+    if config.classes is not None and config.classes != len(source.classes):
+        raise ValueError(
+            f"classes must be the {len(source.classes)} of {source.name}, got {config.classes}; classes without "
+            "images can be named in classes.txt"
+        )
     batch_size = {**defaults, **known}["batch_size"]
     steps = config.steps_per_epoch or len(source) // batch_size
     if not steps:
@@ -210,6 +224,19 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
         "precision": precision,
     }
     return replace(config, **resolved)
+
+
+def _check(config: Deit3Config, values: Mapping[str, Any]) -> None:
+    """Refuse a configuration that cannot be carried out."""
+    if values["epochs"] < 1:
+        raise ValueError(f"epochs must be at least 1, got {values['epochs']}")
+    if config.clip is not None and not config.clip > 0:
+        raise ValueError(f"clip must be above 0, or null for no clipping, got {config.clip}")
+    if values["loss"] == "bce" and values["smoothing"]:
+        raise ValueError(
+            f"smoothing must be 0 with the loss bce, whose targets it would all make 1, got {values['smoothing']}; "
+            "use --loss ce"
+        )
 
 
 def train(config: Deit3Config, command: str = "") -> Outcome:
@@ -259,7 +286,7 @@ class Deit3(Recipe):
         )
         model = bare(self.modules["model"])
         groups = parameter_groups(model, lr, given(config.weight_decay), config.layer_decay)
-        return build_optimizer(given(config.optimizer), groups)
+        return build_optimizer(given(config.optimizer), groups, eps=EPS)
 
     def batches(self, start: int, world: World) -> Iterator[Batch]:
         """Augmented and mixed images with their mixed targets."""
@@ -322,6 +349,7 @@ class Deit3(Recipe):
                 batch_size=max(1, self.batch_size // (world.size * config.run.accumulate)),
                 workers=config.run.workers,
                 dtype=torch.bfloat16 if self.precision == "bf16" else self.dtype,
+                max_unreadable=config.max_unreadable,
             )
             prefix = "" if name == "model" else f"{name}_"
             (accuracy,) = report.rows

@@ -20,12 +20,13 @@ from quickvit.train import Outcome, World
 # Quick ViTs: 4,000 updates. DinoBloom: the rest.
 SPEED: dict[str, Any] = {"steps": 4000, "learning_rate": 2e-4, "momentum": 0.994, "centering": "sinkhorn"}
 # Quick ViTs used 8 GPUs of 40 GB, for which DinoBloom's configuration names 40 images of a ViT-L each.
-DEFAULTS: dict[str, Any] = {**IMAGENET, **SPEED, "batch_size": 320}
+GROUP = 40
+DEFAULTS: dict[str, Any] = {**IMAGENET, **SPEED, "batch_size": 8 * GROUP}
 
 
 @dataclass(frozen=True)
 class DinobloomConfig(Dinov2Config):
-    """Configuration of DinoBloom: DINOv2 from a checkpoint (`finetune`) on weighted folders of cells (`data`).
+    """Fine-tune a backbone (`finetune`) on weighted folders of cells (`data`) by DinoBloom's recipe.
 
     It is evaluated before and after by DinoBloom's protocol, on the train and test split of `labelled`.
     """
@@ -40,11 +41,18 @@ class DinobloomConfig(Dinov2Config):
     """Factor of the learning rate from a layer to the one below (DinoBloom)."""
     final_weight_decay: float = 0.2
     """At the end of a cosine (DinoBloom)."""
+    group: int | None = None
+    """So many consecutive images share a draw of masks, and seek their neighbours for KoLeo among themselves: 40, as
+    a GPU has in DinoBloom, or what of 64 divides the batch."""
 
     def defaults(self, width: int) -> dict[str, Any]:
         """DinoBloom's values; with the small preset its sizes, and what decides how fast a checkpoint changes."""
         kept = SPEED if self.preset == "small" else DEFAULTS
         return {**super().defaults(width), **kept}
+
+    def images_of_gpu(self, width: int) -> int:
+        """40, as in DinoBloom's configuration; with the small preset as in DINOv2."""
+        return super().images_of_gpu(width) if self.preset == "small" else GROUP
 
 
 def train(config: DinobloomConfig, command: str = "") -> Outcome:

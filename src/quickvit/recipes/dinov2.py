@@ -68,8 +68,8 @@ MODEL = "model.safetensors"
 SNAPSHOTS = "teachers"
 # DINOv2 scales the learning rate by √(batch / 1024).
 REFERENCE_BATCH = 1024
-# Images of a GPU in the paper, for ViT-L.
-GROUP = 64
+# Images of a GPU in the paper, for ViT-L; a ViT-H has half as many on twice the GPUs.
+GROUP, LARGE_GROUP, LARGE = 64, 32, 1280
 # The rate of stochastic depth above which DINOv2 leaves samples out of the computation.
 SUBSET = 0.1
 # Shares of the updates: 12,500, 37,500 and 1,250 of 125,000.
@@ -122,7 +122,10 @@ SMALL_SIZES: dict[int, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Dinov2Config:
-    """Configuration of DINOv2. What is left open follows from the preset, from the model and from other values."""
+    """Train a backbone without labels by DINOv2's recipe.
+
+    What is left open follows from the preset, from the model and from other values.
+    """
 
     EVALUATIONS: ClassVar[int] = 10
 
@@ -221,7 +224,7 @@ class Dinov2Config:
     """Shares of patches that are hidden there (Quick ViTs)."""
     group: int | None = None
     """So many consecutive images share a draw of masks, and seek their neighbours for KoLeo among themselves: 64, as
-    a GPU has for the paper's ViT-L, or what of it divides the batch."""
+    a GPU has for the paper's ViT-L, 32 from ViT-H on, or what of 64 divides the batch."""
     crop_ratio: float = 224 / 256
     """Share of the image that is evaluated (DINOv2)."""
     labelled: str | None = None
@@ -255,6 +258,10 @@ class Dinov2Config:
         """The preset's values for a model of this width."""
         return IMAGENET if self.preset == "imagenet" else {**SMALL, **row(SMALL_SIZES, width)}
 
+    def images_of_gpu(self, width: int) -> int:
+        """How many images a GPU is meant to have at once."""
+        return GROUP if width < LARGE else LARGE_GROUP
+
 
 # Fields that say where things are or how they are done, not what is computed.
 _PLACES = ("data", "out", "finetune", "labelled", "knn_images", "snapshots", "cache", "run")
@@ -281,7 +288,7 @@ def resolve(config: C, device: torch.device) -> C:
         warmup_steps=_or(config.warmup_steps, round(WARMUP * steps)),
         temperature_steps=_or(config.temperature_steps, round(TEMPERATURE_WARMUP * steps)),
         frozen_steps=_or(config.frozen_steps, round(FROZEN * steps)),
-        group=_or(config.group, math.gcd(GROUP, batch_size)),
+        group=_or(config.group, _group(config.images_of_gpu(model.embed_dim), batch_size)),
         precision=precision,
         model_args=with_positions(config, config.finetune),
         run=replace(
@@ -408,6 +415,7 @@ class Dinov2(Recipe):
     def batches(self, start: int, world: World) -> Iterator[ViewBatch]:
         """Views of images, and masks."""
         config = self.config
+        self._step = start - 1
         share = self.batch_size // (world.size * config.run.accumulate)
         if share % self.masking.group:
             raise ValueError(
@@ -507,19 +515,26 @@ class Dinov2(Recipe):
     def evaluate(self, world: World) -> dict[str, float]:
         """The accuracy of the teacher's nearest neighbours, if there is labelled data; and keep the teacher."""
         if self.config.snapshots:
-            done = int(self._targets.updates)
-            self._save(self.config.out / SNAPSHOTS / f"step-{done:08d}.safetensors", world)
+            self._keep_teacher(world)
         splits = self._labelled()
         if splits is None:
             return {}
         options = {"batch_size": max(1, self.batch_size // world.size), "workers": self.config.run.workers}
         train, test = (
-            collect(
-                self._vectors, source, self.eval_transform(), world, most=self.config.knn_images, **options
-            )
-            for source in (splits.train, self.tested(splits))
+            collect(self._vectors, source, self.eval_transform(), world, most=most, **options)
+            for source, most in ((splits.train, self.config.knn_images), (self.tested(splits), None))
         )
         return self.judge(train, test, world)
+
+    def _keep_teacher(self, world: World) -> None:
+        # Targets do not count an update that was left out.
+        done = max(int(self._targets.updates), self._step + 1)
+        path = self.config.out / SNAPSHOTS / f"step-{done:08d}.safetensors"
+        try:
+            self._save(path, world)
+        except OSError as error:
+            # A full disk must not end a run for a snapshot.
+            logger.warning("no snapshot of the teacher: %s", error)
 
     def tested(self, splits: Splits) -> Source:
         """What features are judged on during training: the validation split, if there is another to test on."""
@@ -576,6 +591,11 @@ def _risen(start: float, end: float, steps: int) -> Schedule:
     return warmup_then_cosine(end, end, steps, steps, start)
 
 
+def _group(images: int, batch_size: int) -> int:
+    """So many images as a GPU is meant to have, or what of the paper's 64 divides the batch."""
+    return math.gcd(GROUP, batch_size) if batch_size % images else images
+
+
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
@@ -586,6 +606,8 @@ def _check(config: Dinov2Config) -> None:
         raise ValueError(
             f"steps and local_views must be at least 0, got {config.steps} and {config.local_views}"
         )
+    if config.knn_images < 1:
+        raise ValueError(f"knn_images must be at least 1, got {config.knn_images}")
     if given(config.group) < 2 and config.koleo_weight:
         raise ValueError(
             f"KoLeo needs a group of at least 2 images, got {config.group}; use another batch_size or group"

@@ -40,13 +40,14 @@ def dino_loss(
     """The mean cross-entropy of all pairs of a student's view and another view of the teacher.
 
     student_global [B, G, K] and student_local [B, L, K] are logits, targets [B, G, K] the teacher's of global views.
+    Without local views one pair too many is counted, as in DINOv2's code, for the loss's weight to mean the same.
     """
     views, local = student_global.shape[1], student_local.shape[1]
     together = targets.sum(1, keepdim=True)
     total = cross_entropy(student_global, together - targets, temperature, views - 1).sum()
     if local:
         total = total + cross_entropy(student_local, together, temperature, views).sum()
-    return total / (len(targets) * views * (views - 1 + local))
+    return total / (len(targets) * (views * (views - 1) + max(views * local, 1)))
 
 
 def ibot_loss(
