@@ -68,7 +68,15 @@ def add_bench(bench):
 
     def add(file, benchmark, *rows, **changes):
         results = [
-            {"case": case, "name": name, "dtype": "bfloat16", "ms": 2.0, "ratio": ratio, **more}
+            {
+                "case": case,
+                "name": name,
+                "dtype": "bfloat16",
+                "ms": 2.0,
+                "spread": 0.01,
+                "ratio": ratio,
+                **more,
+            }
             for case, name, ratio, more in (row if len(row) == 4 else (*row, {}) for row in rows)
         ]
         settings = {"batch": 64, "compile": "none"}

@@ -122,6 +122,26 @@ def test_frozen_features(bench, add_run):
     assert judge("next to nothing for ViT", results).verdict == CONFIRMED
 
 
+def test_one_seed_does_not_decide_about_blood_cells(bench, add_run):
+    for name, share in (("vit", 0.90), ("i8", 0.92)):
+        scores = dict.fromkeys(("1-NN", "20-NN", "logistic"), share)
+        poses = [{"pose": pose, "scores": scores} for pose in ("upright", "random quarter turn")]
+        add_run("dinov2", name, dataset="cells", poses=poses)
+    results = read_results(bench)
+    assert judge("most scores of blood cells", results) == Finding(
+        NOT_TESTABLE, "cells: 3 of 3 scores, one seed has no spread"
+    )
+    assert judge("next to nothing for ViT", results) == Finding(
+        NOT_TESTABLE, "largest change in 1 run: 0.00 points, one seed has no spread"
+    )
+
+
+def test_one_seed_decides_about_what_is_so_by_construction(bench, add_run):
+    add_run(name="i8", invariant=True)
+    finding = judge("i8 loses nothing", read_results(bench))
+    assert finding == Finding(CONFIRMED, "largest change in 1 run: 0.00 points")
+
+
 def test_speed(bench, add_bench):
     huge = "ViT-Huge/14 forward"
     add_bench("gpu_model", "model", (FORWARD, "d8", 1.9), (huge, "d8", 2.3), (FORWARD, "vit", 1.0))
@@ -137,6 +157,14 @@ def test_speed(bench, add_bench):
     assert judge("train faster", results) == Finding(NOT_CONFIRMED, slow)
     assert judge("full precision", results).verdict == CONFIRMED
     assert judge("GELU", results) == Finding(NOT_CONFIRMED, "C = 256: +25 %")
+
+
+def test_one_sample_does_not_decide_about_speed(bench, add_bench):
+    add_bench("gpu_model", "model", (FORWARD, "d8", 1.9, {"spread": None}))
+    finding = judge("are faster", read_results(bench))
+    assert finding == Finding(
+        NOT_TESTABLE, "ViT-Large/16 d8 1.90× (A GPU, batch 64, one sample has no spread)"
+    )
 
 
 def test_speed_of_models_that_were_cut(bench, add_bench):

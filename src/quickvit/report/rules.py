@@ -19,6 +19,7 @@ from quickvit.bench.flops import Variant
 from quickvit.bench.work import Storage, linear
 from quickvit.group import D8
 from quickvit.layers import OcticLinear
+from quickvit.models import FAMILIES
 from quickvit.report import paper
 from quickvit.report.formulas import model_cost
 from quickvit.report.results import Measurement, Metric, Results
@@ -44,6 +45,8 @@ FEW_PERCENT = 1.05
 # Data sets with an up.
 PHOTOGRAPHS = ("cifar10", "imagenet")
 HALF = ("bfloat16", "float16")
+# Why one seed cannot decide.
+ONE_SEED = "one seed has no spread"
 
 
 class Verdict(StrEnum):
@@ -90,7 +93,7 @@ def compare(samples: Mapping[str, Sample | None], place: str, *, better: bool) -
     evidence = f"{place}: " + ", ".join(f"{name} {s.text(2)}" for name, s in samples.items() if s)
     noise = uncertainty(a, b)
     if noise is None:
-        return Finding(Verdict.NOT_TESTABLE, f"{evidence}, one seed has no spread")
+        return Finding(Verdict.NOT_TESTABLE, f"{evidence}, {ONE_SEED}")
     difference, least = a.mean - b.mean, max(noise, TOLERANCE)
     if better:
         return holds(difference > least, evidence)
@@ -157,14 +160,22 @@ def loses(family: str) -> Rule:
 
 
 def unchanged(study: str, name: str, metric: Metric, limit: float) -> Rule:
-    """Whether no run of a row changes by more than so many points."""
+    """Whether no run of a row changes by more than so many points.
+
+    A model that is invariant by construction needs no second seed.
+    """
+    exact = name in FAMILIES and FAMILIES[name].invariant
 
     def rule(results: Results) -> Finding:
-        found = [abs(c) for run in results.study(study, name=name) if (c := metric(run)) is not None]
+        samples = [results.sample(study, dataset, name, metric) for dataset in results.datasets(study)]
+        found = [abs(change) for sample in samples if sample for change in sample.values]
         if not found:
             return Finding(Verdict.NOT_RUN)
         runs = "1 run" if len(found) == 1 else f"{len(found)} runs"
-        return holds(max(found) <= limit, f"largest change in {runs}: {max(found):.2f} points")
+        evidence = f"largest change in {runs}: {max(found):.2f} points"
+        if not exact and any(sample.spread is None for sample in samples if sample):
+            return Finding(Verdict.NOT_TESTABLE, f"{evidence}, {ONE_SEED}")
+        return holds(max(found) <= limit, evidence)
 
     return rule
 
@@ -187,14 +198,18 @@ def blood_cells(results: Results) -> Finding:
     """Whether the i8's mean is higher than the ViT's in most of DinoBloom's scores."""
     findings = []
     for dataset in results.datasets(frozen.STUDY):
-        won = []
+        won, certain = [], True
         for key in paper.HEMATOLOGY.rows["vit"]:
             metric = partial(frozen.answer, key=key)
             i8, vit = (results.sample(frozen.STUDY, dataset, name, metric) for name in ("i8", "vit"))
             if i8 and vit:
                 won.append(i8.mean > vit.mean)
-        if won:
-            findings.append(holds(2 * sum(won) > len(won), f"{dataset}: {sum(won)} of {len(won)} scores"))
+                certain = certain and uncertainty(i8, vit) is not None
+        evidence = f"{dataset}: {sum(won)} of {len(won)} scores"
+        if won and certain:
+            findings.append(holds(2 * sum(won) > len(won), evidence))
+        elif won:
+            findings.append(Finding(Verdict.NOT_TESTABLE, f"{evidence}, {ONE_SEED}"))
     return together(findings)
 
 
@@ -262,12 +277,15 @@ def faster(benchmark: str, pattern: re.Pattern[str], families: tuple[str, ...]) 
         findings = []
         for measurement, row, match, ratio in _gpu_rows(results, benchmark, pattern):
             if row.name in families and row.dtype in HALF:
-                spread = row.spread or 0.0
-                larger = ratio > 1 + spread
                 words = f"{' '.join(match.groups())} {row.name} {times(ratio)}"
-                doubt = "" if larger else f", samples differ by {spread:.0%}"
-                where = f"({measurement.source.hardware}, batch {measurement.batch}{doubt})"
-                findings.append(holds(larger, f"{words} {where}"))
+                where = f"{measurement.source.hardware}, batch {measurement.batch}"
+                if row.spread is None:
+                    evidence = f"{words} ({where}, one sample has no spread)"
+                    findings.append(Finding(Verdict.NOT_TESTABLE, evidence))
+                    continue
+                larger = ratio > 1 + row.spread
+                doubt = "" if larger else f", samples differ by {row.spread:.0%}"
+                findings.append(holds(larger, f"{words} ({where}{doubt})"))
         return together(findings)
 
     return rule

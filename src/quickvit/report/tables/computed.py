@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from quickvit.bench.flops import Variant
 from quickvit.bench.work import Shape, Storage, linear
 from quickvit.group import DihedralGroup
@@ -99,8 +97,12 @@ def paper_models(results: Results) -> Table:
 
 def dihedral_groups(results: Results) -> Table:
     """Savings and arithmetic intensity of linear layers of larger groups, and their times where measured."""
-    case = re.compile(rf"linear, C = {INPUTS} → {OUTPUTS}, \d+ tokens")
-    measured = [(m, row) for m, row in results.measured("linear") if case.fullmatch(row.case) and row.ratio]
+    case, half = f"linear, C = {INPUTS} → {OUTPUTS}, {TOKENS} tokens", ("bfloat16", "float16")
+    measured = [
+        (m, row)
+        for m, row in results.measured("linear")
+        if row.case == case and row.dtype in half and row.ratio
+    ]
     rows, used = [], []
     for order in ORDERS:
         group, n = DihedralGroup(order), order // 4
