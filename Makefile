@@ -19,9 +19,9 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# Without the notice about the successor of the theme.
+# Without the notice about the successor of the theme. Not --quiet: warnings would not count then.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 tests: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not gpu"

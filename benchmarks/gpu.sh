@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The measurements of docs/performance.md and of the report on one GPU, in pieces, since compiling takes minutes.
+# The measurements of docs/performance.md, docs/kernels.md and of the report on one GPU, in pieces, since compiling takes minutes.
 #
 #   benchmarks/gpu.sh OUT PREFIX PIECE…
 #

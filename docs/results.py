@@ -22,7 +22,7 @@ HEAD = """# Results
 
 Written by `python docs/results.py` from the files in `benchmarks/`: no number here was typed in, but for the
 paper's. "not run" is said with the command that would run it. [The report](report.md) has the same tables and more
-figures; [performance](performance.md) says where the time goes.
+figures; [kernels](kernels.md) says where the time goes.
 """
 CLAIMS = f"""## The paper's claims
 

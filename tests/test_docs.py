@@ -12,11 +12,15 @@ import pytest
 import torch
 from records import WHOLE_MODELS, kernels, measured
 
-from quickvit import QuickVisionTransformer, save_checkpoint
+from quickvit import D8, QuickVisionTransformer, save_checkpoint
+from quickvit.bench import work
 from quickvit.cli import main, parse
+from quickvit.models.zoo import SIZES
 from quickvit.testing import randomize
 
 ROOT = Path(__file__).parent.parent
+# What is said of speed: of whole models, and of kernels.
+SPEED = [ROOT / "docs/performance.md", ROOT / "docs/kernels.md"]
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 # What stands behind the backticks. A block with a title, which the site shows above it, is not run.
@@ -172,7 +176,7 @@ def test_the_commands_of_the_data_page_run(capsys):
 
 
 def test_the_performance_page_says_what_was_measured():
-    text = (ROOT / "docs/performance.md").read_text()
+    text = "".join(page.read_text() for page in SPEED)
     for name in WHOLE_MODELS:
         record = measured(name)
         assert re.sub(r" --out \S+", "", record["command"]) in text
@@ -212,7 +216,7 @@ def test_the_performance_page_says_what_was_measured():
 
 
 def test_the_performance_page_says_what_one_graph_is_good_for():
-    text = (ROOT / "docs/performance.md").read_text()
+    text = "".join(page.read_text() for page in SPEED)
     record = measured("h200_train_large_graph")
     assert re.sub(r" --out \S+", "", record["command"]) in text
     vit, d8 = record["results"]
@@ -230,7 +234,7 @@ def test_the_performance_page_adds_up_what_is_left_to_gain():
         for record in ("h200_model", "h200_huge", "h200_giant")
         for row in measured(record)["results"]
     }
-    text = (ROOT / "docs/performance.md").read_text()
+    text = "".join(page.read_text() for page in SPEED)
     ratios = []
     for size, label, depth in (
         ("ViT-Large/16", "L/16", 24),
@@ -261,6 +265,44 @@ def test_the_performance_page_adds_up_what_is_left_to_gain():
     assert f"d8 would be {', '.join(ratios[:3])} and {ratios[3]} times as fast as ViT" in text
 
 
+def test_the_performance_page_says_what_an_invariant_answer_costs():
+    text = SPEED[0].read_text()
+    record = measured("cpu_views")
+    assert re.sub(r" --out \S+", "", record["command"]) in text
+    rows = [row for row in record["results"] if row["case"].endswith("invariant answer")]
+    assert [row["name"] for row in rows] == ["vit, mean of 8 views", "i8"]
+    for row in rows:
+        cells = f"{row['ms']:.0f} | {row['images_per_s']:.2f} | {row['ratio']:.2f}×"
+        assert f"| {row['case']} | {row['name']} | {cells} |" in text
+
+
+def test_the_performance_page_says_what_floors_are_without_gelu():
+    """Of an octic block in inference, by the rates that the records reached."""
+    with_gelu, without, longer = [], [], []
+    for size, record, tokens, case, depth in (
+        ("large", "h200_model", 197, "ViT-Large/16 forward", 24),
+        ("huge", "h200_huge", 257, "ViT-Huge/14 forward", 32),
+        ("giant", "h200_giant", 257, "ViT-Giant/14 forward", 48),
+    ):
+        found = measured(record)
+        reached = work.Ceilings(**found["ceilings"]["bfloat16"])
+        storage = work.Storage.inference(torch.bfloat16)
+        steps = work.block(SIZES[size], 64, tokens, storage, D8)
+        gelu = work.elementwise(64 * tokens * SIZES[size].mlp_dim, 2, storage.compute)
+        assert gelu in steps
+        whole, alone = (1e3 * work.floor_ms(some, reached) for some in (steps, [gelu]))
+        with_gelu.append(f"{whole:.0f}")
+        without.append(f"{whole - alone:.0f}")
+        d8 = next(r["ms"] for r in found["results"] if (r["case"], r["name"]) == (case, "d8"))
+        longer.append(f"{1e3 * d8 / depth / (whole - alone):.1f}")
+    words = " ".join(SPEED[0].read_text().split())
+    assert (
+        f"would be {without[0]}, {without[1]} and {without[2]} µs at L/16, H/14 and G/14 instead of" in words
+    )
+    assert f"instead of {with_gelu[0]}, {with_gelu[1]} and {with_gelu[2]}," in words
+    assert f"about {longer[0]} and {longer[1]} times as long as them" in words
+
+
 def kinds_of_kernels(name):
     """Microseconds of a block by kind; what is no kind is the rest."""
     sums = dict.fromkeys([*KINDS, "the rest"], 0.0)
@@ -274,7 +316,7 @@ def kinds_of_kernels(name):
 
 
 def test_the_performance_page_says_where_the_time_goes():
-    text = (ROOT / "docs/performance.md").read_text()
+    text = "".join(page.read_text() for page in SPEED)
     words = " ".join(text.split())
     forward = ("products", "fc1 + GELU", "GELU", "attention", "norms", "copies into heads", "the rest")
     beside, longer = [], []
