@@ -1,11 +1,13 @@
 """Operators: who sees a call, and who need not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from quickvit.ops import linear, operator
+from quickvit.ops import backend, linear, operator
 from quickvit.ops.operator import closed_operator, is_straight, seen
 
 
@@ -137,3 +139,18 @@ def test_kernels_are_launched_bare_within_closed_functions(monkeypatch):
     assert launch.traced(kernel) == ("wrapped", kernel)
     monkeypatch.setattr(launch, "is_straight", lambda: True)
     assert launch.traced(kernel) is kernel
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "runs"),
+    [((7, 5), None, False), ((8, 0), None, True), ((12, 0), None, True), ((0, 0), "6.4", True)],
+)
+def test_triton_kernels_are_for_gpus_from_ampere_on(monkeypatch, capability, hip, runs):
+    backend._is_recent.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(backend, "_HAS_TRITON", True)
+    x = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    assert backend._triton_takes(x) == runs
+    assert not backend._triton_takes(SimpleNamespace(dtype=torch.float64, device=x.device))
+    backend._is_recent.cache_clear()

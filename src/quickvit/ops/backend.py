@@ -58,10 +58,15 @@ def fused(x: Tensor, group: DihedralGroup) -> bool:
 
 
 def _triton_takes(x: Tensor) -> bool:
-    return x.dtype in _FUSED_DTYPES and _HAS_TRITON and _is_recent(x.device)
+    return x.dtype in _FUSED_DTYPES and _runs_triton(x.device)
 
 
 @torch.compiler.assume_constant_result
+def _runs_triton(device: torch.device) -> bool:
+    return _HAS_TRITON and _is_recent(device)
+
+
+@cache
 def _is_recent(device: torch.device) -> bool:
     """Whether a GPU has the shared memory that the kernels need: NVIDIA's from Ampere on."""
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
