@@ -3,14 +3,17 @@
 import json
 import os
 import shutil
+import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import tiny_runs
 
 from quickvit.provenance import write
-from quickvit.recipes import deit3
-from quickvit.recipes.run import CONFIG, STARTS, trained_by
+from quickvit.recipes import deit3, run
+from quickvit.recipes.run import CONFIG, STARTS, carry_out, trained_by
+from quickvit.train import World
 
 
 def test_the_last_start_says_how_a_model_was_trained(tmp_path):
@@ -42,6 +45,24 @@ def test_a_start_is_noted_once_nothing_speaks_against_it(tmp_path):
     shutil.rmtree(config.out / "checkpoints")
     deit3.train(replace(config, learning_rate=0.5), "third")
     assert json.loads((config.out / CONFIG).read_text())["learning_rate"] == 0.5
+
+
+def test_shared_modules_are_gone_before_the_connection(tmp_path, monkeypatch):
+    models = []
+
+    def build(config):
+        recipe = deit3.Deit3(config)
+        models.append(weakref.ref(recipe.modules["model"]))
+        return recipe
+
+    @contextmanager
+    def connected(device):
+        yield World()
+        assert [model() for model in models] == [None]
+
+    monkeypatch.setattr(run, "connected", connected)
+    config = replace(tiny_runs.config("digits", tmp_path), epochs=1, steps_per_epoch=1)
+    assert carry_out(config, deit3.resolve, build).steps == 1
 
 
 def test_records_are_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 
 from quickvit.provenance import surroundings, write
 from quickvit.recipes.config import as_plain
-from quickvit.train import Outcome, Recipe, RunConfig, Trainer, connected
+from quickvit.train import Outcome, Recipe, RunConfig, Trainer, World, connected
 
 CONFIG = "config.json"
 STARTS = "starts.jsonl"
@@ -46,14 +46,17 @@ def carry_out(
     start with the commit, versions and hardware.
     """
     with connected(config.run.device) as world:
-        config = resolve(config, world.device)
-        trainer = Trainer(build(config), config.run, config.out, world)
+        # In a function of its own, so that shared modules are gone before the connection is: with some releases of
+        # PyTorch they would wait for its threads, and these for Python.
+        return _train(resolve(config, world.device), build, world, command)
 
-        def begins(done: int) -> None:
-            if world.main:
-                _note_start(config, world.device, command, done)
 
-        return trainer.fit(begins=begins)
+def _train(config: C, build: Callable[[C], Recipe], world: World, command: str) -> Outcome:
+    def begins(done: int) -> None:
+        if world.main:
+            _note_start(config, world.device, command, done)
+
+    return Trainer(build(config), config.run, config.out, world).fit(begins=begins)
 
 
 def _note_start(config: Config, device: torch.device, command: str, done: int) -> None:
