@@ -43,12 +43,12 @@ class OcticAttention(nn.Module):
 
     def forward(self, x: Tensor, shapes: Shapes | None = None) -> Tensor:
         """Attend over the tokens of x; `shapes` are those of packed sequences."""
+        if is_watched(*self.children()):
+            # A hook may change the weights: each layer looks at its own when it is called.
+            heads = self._attend(self.qkv(x), None, shapes, overwrite=False)
+            return self.proj_drop(self.proj(heads))
         qkv, proj = weights_of(self.qkv, self.proj)
-        if is_watched(self.qkv):
-            heads = self._attend(self.qkv(x, qkv), None, shapes, overwrite=False)
-        else:
-            heads = self._heads(x, shapes, qkv)
-        return self.proj_drop(self.proj(heads, proj))
+        return self.proj_drop(self.proj(self._heads(x, shapes, qkv), proj))
 
     def deferred(self, x: Tensor, shapes: Shapes | None = None) -> tuple[Tensor, Tensor | None]:
         """As forward, with a bias that is left to add, see `OcticLinear.deferred`."""
