@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quickvit.group import act_on_features
-from quickvit.layers import INVARIANTS, OcticInvariant
+from quickvit.group import DihedralGroup, act_on_features
+from quickvit.layers import INVARIANTS, OcticInvariant, invariant
 from quickvit.layers.invariant import Canonical, PowerSpectrum
 from quickvit.testing import randomize
 
@@ -39,3 +39,45 @@ def test_weights_are_all_that_is_to_be_loaded(name):
         late = OcticInvariant(32, name)
     late.to_empty(device="cpu").load_state_dict(layer.state_dict())
     assert torch.equal(late(x), layer(x))
+
+
+@pytest.mark.parametrize("name", ["max_filter", "canonical"])
+def test_actions_are_constants_of_compiled_and_exported_models(name):
+    layer, x = randomize(OcticInvariant(32, name)).eval(), torch.randn(3, 32)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    expected = layer(x)
+    torch.testing.assert_close(torch.compile(layer, backend=backend, fullgraph=True)(x), expected)
+    (graph,) = graphs
+    # A copy from the host would keep a GPU from running the model by a CUDA graph.
+    assert (8, 8, 8) in {
+        tuple(t.shape) for t in (*graph.buffers(), *vars(graph).values()) if torch.is_tensor(t)
+    }
+    for strict in (False, True):
+        exported = torch.export.export(layer, (x,), strict=strict).module()
+        torch.testing.assert_close(exported(x), expected)
+    with torch.inference_mode():
+        layer(x)
+    layer(x).sum().backward()
+
+
+def test_actions_are_made_once():
+    layer, x = OcticInvariant(48, "canonical", DihedralGroup(24)).double(), torch.randn(3, 48).double()
+    layer(x)
+    before = invariant._cached_actions.cache_info().misses
+    layer(x)
+    assert invariant._cached_actions.cache_info().misses == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_canonical_pose_is_the_same_with_gradients(dtype):
+    layer, x = randomize(Canonical(64)).to(dtype), torch.randn(50, 64).to(dtype)
+    with torch.no_grad():
+        expected = layer(x)
+    found = layer(x)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -133,7 +133,6 @@ class MaxFilter(nn.Module):
         self.layout = Layout(dim, group)
         self.out_features = 2 * dim
         self.templates = nn.Parameter(torch.empty(2 * dim, dim))
-        self.actions = _actions(self.layout)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -143,7 +142,7 @@ class MaxFilter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Best match of each template over all poses of x."""
         order = self.layout.group.order
-        actions = self.templates.new_tensor(self.actions)
+        actions = _actions(order, self.templates)
         poses = actions.mT[:, None] @ self.templates.unflatten(-1, (order, -1))
         best: Tensor | None = None
         for templates in poses.flatten(-2):
@@ -164,7 +163,6 @@ class Canonical(nn.Module):
         self.layout = Layout(dim, group)
         self.out_features = dim
         self.template = nn.Parameter(torch.empty(dim))
-        self.actions = _actions(self.layout)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -176,21 +174,41 @@ class Canonical(nn.Module):
         order = self.layout.group.order
         # In half precision scores would often be equal, and the choice depend on the pose that is shown.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        actions = wide.new_tensor(self.actions)
+        actions = _actions(order, wide)
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             templates = (actions.mT @ self.template.to(wide).unflatten(-1, (order, -1))).flatten(-2)
             scores = nn.functional.linear(wide, templates)
         choice = nn.functional.one_hot(scores.argmax(-1), order).to(x.dtype)
         if torch.is_grad_enabled():
             soft = scores.softmax(-1).to(x.dtype)
-            choice = choice + soft - soft.detach()
+            choice = choice + (soft - soft.detach())
         pose = torch.einsum("...g,gij->...ij", choice, actions.to(x.dtype))
         return (pose @ x.unflatten(-1, (order, -1))).flatten(-2)
 
 
-def _actions(layout: Layout) -> list[list[list[float]]]:
-    """ρ(g) on the sub-tokens of every block, for all elements: |G| × |G| × |G| numbers, which need no loading."""
-    return [layout.action_matrix(g).tolist() for g in layout.group.elements]
+def _actions(order: int, like: Tensor) -> Tensor:
+    """ρ(g) on the sub-tokens of every block, for all elements: [|G|, |G|, |G|].
+
+    Not a buffer, which would have to be made again after `to_empty`.
+    """
+    # What is neither is a stand-in for a tensor, of a model that is exported; it must not be kept.
+    ordinary = type(like) in (Tensor, nn.Parameter)
+    kept = torch.compiler.is_dynamo_compiling() or ordinary
+    return (_kept_actions if kept else _new_actions)(order, like.device, like.dtype)
+
+
+@torch.compiler.assume_constant_result
+def _kept_actions(order: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return _cached_actions(order, device, dtype)
+
+
+def _new_actions(order: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    layout = Layout(order, DihedralGroup(order))
+    with torch.inference_mode(False):
+        return torch.stack([layout.action_matrix(g) for g in layout.group.elements]).to(device, dtype)
+
+
+_cached_actions = cache(_new_actions)
 
 
 Invariant = LinearInvariant | PowerSpectrum | PolynomialInvariant | MaxFilter | Canonical
