@@ -122,6 +122,7 @@ class Store:
         self.folder, self.world, self.keep = folder, world, keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._begun: tuple[Manifest, Future[dict[str, Any]]] | None = None
+        self._written = True
 
     def path(self, step: int) -> Path:
         """Where the checkpoint after so many updates lies."""
@@ -167,12 +168,12 @@ class Store:
         self._begun = Manifest(step, {}, about or {}), self._thread.submit(_write, path, copies, pieces)
 
     def settle(self) -> bool:
-        """Wait for what was begun and make it a checkpoint; False if it could not be written.
+        """Wait for what was begun and make it a checkpoint; False if the last one could not be written.
 
         A failure (a full disk, for example) is logged and leaves the older checkpoints as they are.
         """
         if self._begun is None:
-            return True
+            return self._written
         manifest, written = self._begun
         self._begun = None
         file, failure = None, None
@@ -191,7 +192,8 @@ class Store:
         failure = self.world.gather(failure)[0]
         if failure is not None:
             logger.warning("no checkpoint of step %d in %s: %s", manifest.step, self.folder, failure)
-        return failure is None
+        self._written = failure is None
+        return self._written
 
     def _publish(self, manifest: Manifest) -> str | None:
         """Give a written checkpoint its manifest and its name, and drop the oldest; the reason if that fails."""
