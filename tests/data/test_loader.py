@@ -312,6 +312,19 @@ def idle(ready):
     time.sleep(60)
 
 
+def test_a_worker_whose_process_a_server_forked_is_ended_by_its_parent(monkeypatch):
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    # The worker's word for who forked it.
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    worker = context.Process(target=idle, args=(ready,), daemon=True)
+    worker.start()
+    assert ready.wait(30)
+    worker.terminate()
+    worker.join(30)
+    assert worker.exitcode == 0
+
+
 def test_a_worker_is_ended_by_its_parent_alone():
     """Python ends the workers that are left at its exit by SIGTERM, and waits for them."""
     context = multiprocessing.get_context("fork")

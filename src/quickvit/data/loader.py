@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -317,7 +318,9 @@ def _leave_signals_to_parent(_worker: int) -> None:
 
 
 def _end_if_parent_asks() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+    # Where a server forks the workers it is not their parent.
+    parent = multiprocessing.parent_process()
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != (os.getppid() if parent is None else parent.pid):
         pass
     os._exit(0)
 
