@@ -46,3 +46,13 @@ def test_what_is_read_only(tmp_path, monkeypatch):
         require_file(old)
     with pytest.raises(PermissionError, match="is read-only"):
         require_file(tmp_path / "new" / "new.json")
+
+
+def test_a_pipe_is_written_to_where_it_is(tmp_path, monkeypatch):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    # As /dev is for most: what lies there can be written to, and nothing can be put there.
+    monkeypatch.setattr(os, "access", lambda path, mode: path == pipe)
+    require_file(pipe)
+    with pytest.raises(PermissionError):
+        require_file(tmp_path / "new.json")

@@ -99,7 +99,9 @@ def require_file(path: str | Path) -> None:
         raise IsADirectoryError(f"cannot write {path}: it is a folder; expected the name of a file")
     if path.exists() and not os.access(path, os.W_OK):
         raise PermissionError(f"cannot write {path}: it is read-only")
-    require_folder(path.parent)
+    # A pipe or a device is written to where it is.
+    if not path.exists() or path.is_file():
+        require_folder(path.parent)
 
 
 def require_folder(path: str | Path) -> None:
