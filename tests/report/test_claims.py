@@ -136,6 +136,13 @@ def test_one_seed_does_not_decide_about_blood_cells(bench, add_run):
     )
 
 
+def test_one_seed_does_not_decide_about_turned_photographs(bench, add_run):
+    add_run(name="vit")
+    assert judge("ViT loses accuracy", read_results(bench)) == Finding(
+        NOT_TESTABLE, "cifar10: −20.00 points, one seed has no spread"
+    )
+
+
 def test_one_seed_decides_about_what_is_so_by_construction(bench, add_run):
     add_run(name="i8", invariant=True)
     finding = judge("i8 loses nothing", read_results(bench))

@@ -153,7 +153,10 @@ def loses(family: str) -> Rule:
             change = results.sample("families", dataset, family, turned)
             if change is not None:
                 evidence = f"{dataset}: {change.text(2, sign=True)} points"
-                findings.append(holds(change.mean + (change.spread or 0) < -TOLERANCE, evidence))
+                if change.spread is None:
+                    findings.append(Finding(Verdict.NOT_TESTABLE, f"{evidence}, {ONE_SEED}"))
+                else:
+                    findings.append(holds(change.mean + change.spread < -TOLERANCE, evidence))
         return together(findings)
 
     return rule
