@@ -48,6 +48,15 @@ def test_the_validation_split_has_many_names(folder, name):
     assert len(source) == 3
 
 
+def test_splits_in_capital_letters_are_no_classes(folder, write_images):
+    (folder / "train").rename(folder / "Train")
+    (folder / "val").rename(folder / "VAL")
+    assert open_source(folder).classes == ("ant", "cat")
+    assert open_source(folder, "val").name == str(folder / "VAL")
+    write_images(folder, "train/dog/0.png")
+    assert open_source(folder).classes == ("dog",)
+
+
 def test_images_may_lie_deeper_than_their_class(folder, write_images):
     write_images(folder, "train/cat/tabby/young/7.png")
     assert ("young/7.png", 1) in labels(open_source(folder))

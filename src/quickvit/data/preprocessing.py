@@ -10,6 +10,7 @@ from torch import nn
 
 from quickvit.data.transforms import EvalTransform
 from quickvit.models import QuickVisionTransformer
+from quickvit.models.declared import declare, declared
 
 
 def input_size(model: nn.Module) -> tuple[int, int, int]:
@@ -28,8 +29,7 @@ def preprocessing(model: nn.Module) -> EvalTransform:
     channels, height, width = input_size(model)
     if channels != 3:
         raise ValueError(f"images are read as RGB, but the model wants {channels} channels")
-    declared: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {"crop_pct": 1.0}
-    found: dict[str, Any] = resolve_data_config(declared, use_test_size=False)
+    found: dict[str, Any] = resolve_data_config({"crop_pct": 1.0, **declared(model)}, use_test_size=False)
     return EvalTransform(
         (height, width),
         interpolation=found["interpolation"],
@@ -42,12 +42,11 @@ def preprocessing(model: nn.Module) -> EvalTransform:
 
 def declare_preprocessing(model: nn.Module, transform: EvalTransform) -> None:
     """Make this the evaluation transform of a model, also of its checkpoints; the size is the model's own."""
-    declared: Any = {
-        **(getattr(model, "pretrained_cfg", None) or {}),
-        "interpolation": transform.interpolation,
-        "mean": transform.mean,
-        "std": transform.std,
-        "crop_pct": transform.crop_ratio,
-        "crop_mode": transform.crop_mode,
-    }
-    model.pretrained_cfg = model.default_cfg = declared
+    declare(
+        model,
+        interpolation=transform.interpolation,
+        mean=transform.mean,
+        std=transform.std,
+        crop_pct=transform.crop_ratio,
+        crop_mode=transform.crop_mode,
+    )

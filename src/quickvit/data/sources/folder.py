@@ -132,7 +132,14 @@ def read_class_list(folder: Path) -> tuple[str, ...]:
 
 
 def _find_split(folder: Path, split: str) -> Path | None:
-    return next((folder / name for name in SPLITS[split] if (folder / name).is_dir()), None)
+    """The folder of a split. Train and TRAIN are called train too, and no classes."""
+    with os.scandir(folder) as entries:
+        names = sorted(
+            entry.name for entry in entries if entry.name.lower() in SPLITS[split] and entry.is_dir()
+        )
+    # Of several that differ by that only the last counts, which is the one in small letters.
+    found = {name.lower(): folder / name for name in names}
+    return next((found[name] for name in SPLITS[split] if name in found), None)
 
 
 def _split_folder(folder: Path, split: str, *, labelled: bool) -> Path:
@@ -151,7 +158,7 @@ def _split_folder(folder: Path, split: str, *, labelled: bool) -> Path:
         return folder
     expected = ", ".join(str(folder / name) for name in SPLITS[split])
     raise FileNotFoundError(
-        f"{folder} has no {split} split: expected one of {expected}; or take all of {folder}"
+        f"{folder} has no {split} split: expected one of {expected}; the split {ALL!r} takes {folder} as it is"
     )
 
 
