@@ -7,6 +7,7 @@ from PIL import Image
 from quickvit import QuickVisionTransformer, save_checkpoint
 from quickvit.cli import main
 from quickvit.models import SIZES
+from quickvit.models.declared import declare
 from quickvit.testing import randomize
 
 
@@ -29,6 +30,18 @@ def checkpoint(tmp_path_factory):
     arguments = {**SIZES["tiny"].arguments(), "img_size": 32, "num_classes": 7, "init_values": 1e-4}
     save_checkpoint(randomize(QuickVisionTransformer(family="i8", **arguments), seed=5), path)
     return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run that trained an i8 with small patches."""
+    folder = tmp_path_factory.mktemp("run")
+    model = QuickVisionTransformer(
+        family="i8", img_size=16, patch_size=4, embed_dim=64, depth=2, num_heads=2, num_classes=3
+    )
+    declare(model, label_names=("ant", "bee", "cat"))
+    save_checkpoint(randomize(model, seed=7), folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture

@@ -1,12 +1,11 @@
-"""`quickvit verify` and `embed`."""
+"""`quickvit verify`."""
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
-from quickvit import QuickVisionTransformer, save_checkpoint
+from quickvit import QuickVisionTransformer
 from quickvit.layers import OcticPosition
 from quickvit.models import create_model
 from quickvit.models.checkpoints import save_weights
@@ -14,17 +13,6 @@ from quickvit.models.standard import standard_config
 from quickvit.testing import randomize
 
 ELEMENTS = ["e", "r", "r2", "r3", "s", "sr", "sr2", "sr3"]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The folder of a run that trained an i8 with small patches."""
-    folder = tmp_path_factory.mktemp("run")
-    model = QuickVisionTransformer(
-        family="i8", img_size=16, patch_size=4, embed_dim=64, depth=2, num_heads=2, num_classes=3
-    )
-    save_checkpoint(randomize(model, seed=7), folder / "model.safetensors")
-    return folder
 
 
 class TestVerify:
@@ -114,9 +102,8 @@ class TestVerify:
         assert code == 2
         assert f"{trained} has weights already" in err
 
-    @pytest.mark.parametrize("command", [["verify"], ["embed", "--out", "f.npz"]])
-    def test_what_is_no_vit(self, run, images, command):
-        code, _, err = run(*command, "resnet18", *([images] if command[0] == "embed" else []))
+    def test_what_is_no_vit(self, run):
+        code, _, err = run("verify", "resnet18")
         assert code == 2
         assert "resnet18 is neither a Quick ViT nor a ViT of timm" in err
 
@@ -150,93 +137,3 @@ class TestVerify:
         assert code == 2
         assert err.startswith("quickvit: error: ")
         assert str(damaged) in err
-
-
-class TestEmbed:
-    def test_files_and_runs(self, run, images, trained, tmp_path):
-        features = []
-        for model in (trained, trained / "model.safetensors"):
-            out_file = tmp_path / f"{model.name}.npz"
-            code, _, err = run("embed", model, images, "--out", out_file, "--device", "cpu")
-            assert code == 0
-            assert "the weights are random" not in err
-            with np.load(out_file) as file:
-                features.append(file["features"])
-        assert features[0].shape == (3, 64)
-        assert np.array_equal(*features)
-
-    def test_an_unusable_out_is_found_before_the_work(self, run, monkeypatch, images, checkpoint):
-        monkeypatch.setattr("quickvit.cli.evaluate.embed_images", lambda *_, **__: pytest.fail("takes time"))
-        code, _, err = run("embed", checkpoint, images, "--out", images)
-        assert code == 2
-        assert "it is a folder; expected the name of a file" in err
-
-    def test_features_of_a_folder(self, run, images, checkpoint, tmp_path):
-        out_file = tmp_path / "new" / "features.npz"
-        code, out, err = run(
-            *("embed", "quickvit_i8_tiny_patch16_224", images, "--checkpoint", checkpoint, "--out", out_file),
-            *("--batch-size", 2, "--device", "cpu", "--json"),
-        )
-        assert code == 0
-        assert json.loads(out) == {"out": str(out_file), "images": 3, "width": 192, "skipped": {}}
-        assert "3/3" in err
-        with np.load(out_file) as file:
-            assert file["features"].shape == (3, 192)
-            assert file["features"].dtype == np.float32
-            assert file["features"].std(0).min() > 0
-            assert [path.rsplit("/", 1)[1] for path in file["paths"]] == ["a.png", "b.jpg", "c.png"]
-
-    def test_pooling(self, run, images, checkpoint, tmp_path):
-        features = []
-        for pool in ("token", "avg"):
-            out_file = tmp_path / f"{pool}.npz"
-            run(
-                *("embed", "quickvit_i8_tiny_patch16_224", images / "a.png", "--out", out_file),
-                *("--checkpoint", checkpoint, "--pool", pool),
-            )
-            with np.load(out_file) as file:
-                features.append(file["features"])
-        assert not np.allclose(*features)
-
-    def test_unreadable_images_are_skipped(self, run, images, checkpoint, tmp_path):
-        (images / "broken.png").write_bytes(b"no image")
-        out_file = tmp_path / "features.npz"
-        code, out, err = run(
-            "embed", "quickvit_i8_tiny_patch16_224", images, "--checkpoint", checkpoint, "--out", out_file
-        )
-        assert code == 0
-        assert "skipped 1 images" in out
-        assert f"quickvit: skipped {images / 'broken.png'}: UnidentifiedImageError" in err
-        with np.load(out_file) as file:
-            assert len(file["features"]) == len(file["paths"]) == 3
-
-    def test_nothing_readable_is_exit_code_2(self, run, checkpoint, tmp_path):
-        out_file = tmp_path / "features.npz"
-        code, out, err = run(
-            *("embed", "quickvit_i8_tiny_patch16_224", tmp_path / "missing.png", "--checkpoint", checkpoint),
-            *("--out", out_file),
-        )
-        assert (code, out) == (2, "")
-        assert "quickvit: error: none of the 1 images could be read" in err
-        assert not out_file.exists()
-
-    @pytest.mark.parametrize(
-        ("option", "message"),
-        [
-            (["--device", "abacus"], "cannot use the device 'abacus'"),
-            (["--device", "meta"], "cannot use the device 'meta'"),
-            (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
-        ],
-    )
-    def test_wrong_arguments(self, run, images, checkpoint, tmp_path, option, message):
-        code, _, err = run(
-            *("embed", "quickvit_i8_tiny_patch16_224", images, "--checkpoint", checkpoint),
-            *("--out", tmp_path / "features.npz", *option),
-        )
-        assert code == 2
-        assert message in err
-
-    def test_an_empty_folder(self, run, tmp_path):
-        code, _, err = run("embed", "quickvit_i8_tiny_patch16_224", tmp_path, "--out", tmp_path / "f.npz")
-        assert code == 2
-        assert f"no images in {tmp_path}" in err

@@ -66,6 +66,14 @@ class TestInfo:
         assert "standard blocks" in out
         assert "octic blocks" not in out
 
+    def test_files_and_runs(self, run, trained):
+        printed = [
+            json.loads(run("info", name, "--json")[1]) for name in (trained, trained / "model.safetensors")
+        ]
+        for result in printed:
+            assert (result["family"], result["embed_dim"], result["img_size"]) == ("i8", 64, [16, 16])
+        assert printed[0]["parameters"] == printed[1]["parameters"] > 0
+
     @pytest.mark.parametrize(
         ("name", "message"),
         [

@@ -1,5 +1,6 @@
 """DeiT III: the paper's values, the loss, models and their ablations, fine-tuning, what is exported."""
 
+import logging
 import re
 import shutil
 from dataclasses import replace
@@ -289,6 +290,28 @@ def test_a_run_and_what_it_leaves(config):
     assert model.config["img_size"] == (16, 16)
     transform = preprocessing(model)
     assert (transform.size, transform.crop_ratio, transform.interpolation) == ((16, 16), 1.0, "bicubic")
+    assert model.pretrained_cfg["label_names"] == tuple(map(str, range(6)))
+
+
+def test_a_run_says_what_it_trains_on_and_how_it_ended(config, images, caplog):
+    config = replace(config, epochs=1, steps_per_epoch=1)
+    with caplog.at_level(logging.INFO, "quickvit"):
+        train(config)
+        train(replace(config, data=str(images / "train"), out=config.out / "inner"))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"18 images of 6 classes in {images / 'train'}, 18 for validation",
+        f"done after 1 updates in {config.out}",
+        f"18 images of 6 classes in {images / 'train'}, none for validation",
+        f"done after 1 updates in {config.out / 'inner'}",
+    ]
+
+
+def test_a_wrong_validation_split_is_found_before_the_first_update(config, images, tmp_path, monkeypatch):
+    data = shutil.copytree(images, tmp_path / "data")
+    (data / "val" / "5").rename(data / "val" / "other")
+    monkeypatch.setattr(Deit3, "loss", lambda *_: pytest.fail("an update was computed"))
+    with pytest.raises(ValueError, match="val/other is a class that"):
+        train(replace(config, data=str(data)))
 
 
 def test_evaluation_counts_every_image_once(config):

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser, Namespace
 
 from quickvit import __version__
-from quickvit.cli import bench, demo, evaluate, explore, models, report, train
+from quickvit.cli import bench, demo, evaluate, explore, images, models, report, train
 from quickvit.cli.command import Command, Parser
 
 COMMANDS: dict[str, Command] = {
     **models.COMMANDS,
+    **images.COMMANDS,
     **evaluate.COMMANDS,
     **train.COMMANDS,
     **bench.COMMANDS,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 from jsonargparse import ArgumentParser
 
+# What `build.load_model` takes.
+MODEL = "safetensors file, the folder of a run, or the name of a model"
+CHECKPOINT = "checkpoint with the weights; random weights if not given"
 # Precisions of a trained model; bfloat16 stands for autocast.
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def add_model(parser: ArgumentParser, dtype: str | None = "float32") -> None:
     """A trained model, and how to run it; `dtype` is the default."""
-    parser.add_argument("model", help="safetensors file, the folder of a run, or the name of a model")
+    parser.add_argument("model", help=MODEL)
     parser.add_argument("--checkpoint", help="weights of a model that was named")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step and process")
     parser.add_argument("--workers", type=int, default=0, help="processes that read images, for each process")

@@ -17,8 +17,6 @@ from quickvit.models.checkpoints import load_weights, read_checkpoint
 from quickvit.models.standard import restore_any
 from quickvit.models.zoo import BASELINES, STANDARD, VIT_MODULES
 
-# The file of a run with the trained model.
-RESULT = "model.safetensors"
 # timm's option.
 DYNAMIC = "dynamic_img_size"
 # What makes a checkpoint a model of another name.
@@ -61,13 +59,12 @@ def load_model(
             raise ValueError(
                 f"{model} has weights already; --checkpoint and --pretrained are for names of models"
             )
-        file = path / RESULT if path.is_dir() else path
-        state, config = read_checkpoint(file)
+        state, config = read_checkpoint(path)
         if config is None:
             raise ValueError(
-                f"{file} does not say which model it is; give the name of the model, and the file with --checkpoint"
+                f"{path} does not say which model it is; give the name of the model, and the file with --checkpoint"
             )
-        return _resized(restore_any(_turning(config), state, str(file)), img_size)
+        return _resized(restore_any(_turning(config), state, model), img_size)
     if len(path.parts) > 1 or path.suffix in (".safetensors", ".pth", ".pt"):
         raise FileNotFoundError(f"no checkpoint at {path}")
     foreign = timm.is_model(model) and not (model.startswith("quickvit_") or model in BASELINES)
@@ -107,11 +104,10 @@ def load_named(arguments: Namespace) -> nn.Module:
     )
 
 
-def load_vit(arguments: Namespace) -> ViT:
-    """The same, of commands that are about ViTs."""
-    model = load_named(arguments)
+def require_vit(model: nn.Module, name: str) -> ViT:
+    """The model, for commands that are about ViTs."""
     if not isinstance(model, ViT):
-        raise ValueError(f"{arguments.model} is neither a Quick ViT nor a ViT of timm")
+        raise ValueError(f"{name} is neither a Quick ViT nor a ViT of timm")
     return model
 
 

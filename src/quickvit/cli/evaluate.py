@@ -1,30 +1,27 @@
-"""`quickvit verify`, `embed` and `eval`: what a model does with images."""
+"""`quickvit verify` and `eval`: whether a model keeps its promises, and what it can do."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
 from quickvit.cli import accuracy, protocols, rotation
-from quickvit.cli.build import choose_device, is_random, load_vit
+from quickvit.cli.arguments import CHECKPOINT, MODEL
+from quickvit.cli.build import is_random, load_named, require_vit
 from quickvit.cli.command import Command, Parser
 from quickvit.cli.output import NOTHING, print_json, print_table
-from quickvit.data import find_images, input_size
-from quickvit.evaluate import embed_images, verify_symmetry
-from quickvit.provenance import require_file
+from quickvit.data import input_size
+from quickvit.evaluate import verify_symmetry
 from quickvit.testing import randomize
 
-MODEL = "safetensors file, the folder of a run, or the name of a model"
-CHECKPOINT = "checkpoint with the weights; random weights if not given"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 def verify(arguments: Namespace) -> int:
     """Measure equivariance and invariance under the eight elements; exit code 1 if a promise is broken."""
-    model = load_vit(arguments)
+    model = require_vit(load_named(arguments), arguments.model)
     if is_random(arguments):
         randomize(model, arguments.seed)
     report = verify_symmetry(model, DTYPES[arguments.dtype], arguments.seed)
@@ -67,43 +64,6 @@ def _error(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.1e}"
 
 
-def embed(arguments: Namespace) -> int:
-    """Write the features of image files and folders to an npz file."""
-    images = find_images(arguments.images)
-    if not images:
-        raise ValueError(f"no images in {', '.join(map(str, arguments.images))}")
-    require_file(arguments.out)
-    device = choose_device(arguments.device)
-    model = load_vit(arguments)
-    if is_random(arguments):
-        print("quickvit: no --checkpoint given, the weights are random", file=sys.stderr)
-    model.reset_classifier(0, arguments.pool)
-    result = embed_images(model, images, batch_size=arguments.batch_size, device=device, progress=True)
-    for path, reason in result.skipped.items():
-        print(f"quickvit: skipped {path}: {reason}", file=sys.stderr)
-    if not result.paths:
-        raise ValueError(f"none of the {len(images)} images could be read")
-    result.save(arguments.out)
-    number, width = result.features.shape
-    if arguments.json:
-        print_json({"out": arguments.out, "images": number, "width": width, "skipped": result.skipped})
-    else:
-        print(f"wrote features of {number} images, width {width}, to {arguments.out}")
-        print(f"skipped {len(result.skipped)} images")
-    return 0
-
-
-def _add_embed(parser: ArgumentParser) -> None:
-    parser.add_argument("model", help=MODEL)
-    parser.add_argument("images", nargs="+", help="image files and folders")
-    parser.add_argument("--out", required=True, help="npz file to write")
-    parser.add_argument("--checkpoint", help=CHECKPOINT)
-    parser.add_argument("--batch-size", type=int, default=32, help="images per step")
-    parser.add_argument("--device", help="cuda where there is one, else cpu")
-    parser.add_argument("--pool", choices=["token", "avg"], help="the model's own by default")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def evaluate(arguments: Namespace) -> int:
     """Measure what a trained model can do."""
     chosen = arguments[arguments.subcommand]
@@ -126,6 +86,5 @@ EVALUATIONS: dict[str, Command] = {
 }
 COMMANDS = {
     "verify": Command(verify, _add_verify),
-    "embed": Command(embed, _add_embed),
     "eval": Command(evaluate, _add_evaluations),
 }

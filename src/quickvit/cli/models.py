@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
 from quickvit.bench.flops import BASELINE, Cost, Part, count, variants
+from quickvit.cli.arguments import MODEL
+from quickvit.cli.build import load_model, require_vit
 from quickvit.cli.command import Command
 from quickvit.cli.output import NOTHING, print_json, print_table
 from quickvit.data import input_size
@@ -47,8 +50,11 @@ def _add_models(parser: ArgumentParser) -> None:
 
 def info(arguments: Namespace) -> int:
     """Parameters and MACs of a model, part by part."""
-    with torch.device("meta"):
-        model = create_model(arguments.model)
+    if Path(arguments.model).exists():
+        model = require_vit(load_model(arguments.model), arguments.model).to("meta")
+    else:
+        with torch.device("meta"):
+            model = create_model(arguments.model)
     description = {"name": arguments.model, **_describe(model)}
     cost = count(model)
     parts: list[dict[str, Any]] = [
@@ -75,7 +81,7 @@ def info(arguments: Namespace) -> int:
 
 
 def _add_info(parser: ArgumentParser) -> None:
-    parser.add_argument("model", help="name of a model")
+    parser.add_argument("model", help=MODEL)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

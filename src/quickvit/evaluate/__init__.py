@@ -15,6 +15,7 @@ from quickvit.evaluate.extract import Extraction, Features, extract
 from quickvit.evaluate.features import Embedding, embed_images
 from quickvit.evaluate.knn import Neighbours, nearest
 from quickvit.evaluate.poses import PoseScores, classify_in_poses, feature_errors, segment_in_poses
+from quickvit.evaluate.predict import Answers, predict_images
 from quickvit.evaluate.rotation import POSES, Pose, cut_circle, rotate
 from quickvit.evaluate.segmentation import SegmentationScores, Segmenter, fit_segmentation, load_segmentation
 
@@ -22,6 +23,7 @@ __all__ = [
     "POSES",
     "Accuracy",
     "AccuracyReport",
+    "Answers",
     "Backbone",
     "Classifier",
     "ElementErrors",
@@ -48,6 +50,7 @@ __all__ = [
     "measure_accuracy",
     "nearest",
     "open_splits",
+    "predict_images",
     "rotate",
     "segment_in_poses",
     "verify_symmetry",

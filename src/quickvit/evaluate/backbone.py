@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from quickvit.data import EvalTransform
 from quickvit.models import QuickVisionTransformer
+from quickvit.models.declared import declared
 
 # As many last layers as DINOv2's linear probe sees at most.
 LAYERS = 4
@@ -47,8 +48,7 @@ class Backbone:
     @property
     def architecture(self) -> str:
         """timm's name of the architecture, or what kind of model it is."""
-        declared = getattr(self.model, "pretrained_cfg", None) or {}
-        return declared.get("architecture") or type(self.model).__name__
+        return declared(self.model).get("architecture") or type(self.model).__name__
 
     @property
     def img_size(self) -> tuple[int, int]:
@@ -66,8 +66,9 @@ class Backbone:
 
     def transform(self, crop_ratio: float = 1.0, crop_mode: str = "center") -> EvalTransform:
         """Images at the model's size and in its colours, cut out as a protocol wants it; bicubic, as in DINOv2."""
-        declared = getattr(self.model, "pretrained_cfg", None) or {"mean": None}
-        colours: dict[str, Any] = resolve_data_config(declared, use_test_size=False)
+        colours: dict[str, Any] = resolve_data_config(
+            {"mean": None, **declared(self.model)}, use_test_size=False
+        )
         return EvalTransform(
             self.img_size,
             mean=colours["mean"],

@@ -16,15 +16,18 @@ from types import UnionType
 from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
+from huggingface_hub.constants import SAFETENSORS_SINGLE_FILE
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from quickvit.models.declared import LABELS, declare, declared
 from quickvit.models.quick_vit import QuickVisionTransformer
 
 CONFIG_KEY = "quickvit"
 SUFFIX = ".safetensors"
-# How images are prepared for the model, in timm's words; beside its arguments in the configuration.
+# How images are prepared for the model and how its classes are called, in timm's words; beside its arguments in the
+# configuration.
 PREPROCESSING = "preprocessing"
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 CROP_MODES = ("center", "squash", "border")
@@ -149,8 +152,13 @@ def load_checkpoint(path: str | Path, strict: bool = True, **overrides: Any) -> 
 
 
 def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """The tensors of a checkpoint and its configuration, if it has one. Never runs code from the file."""
+    """The tensors of a checkpoint and its configuration, if it has one. Never runs code from the file.
+
+    Of the folder of a run, or of one that `save_pretrained` made, the model in it.
+    """
     path = Path(path)
+    if path.is_dir():
+        path = path / SAFETENSORS_SINGLE_FILE
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
     return _read_safetensors(path) if path.suffix == SUFFIX else (_read_pickle(path), None)
@@ -174,6 +182,12 @@ def restore(
     preprocessing = check_preprocessing(config.pop(PREPROCESSING, {}), source, config.get("in_chans"))
     _check_config(config, state, source, get_type_hints(model_class.__init__))
     img_size = overrides.pop("img_size", None)
+    wanted = overrides.get("num_classes", config.get("num_classes"))
+    if strict and wanted != config.get("num_classes"):
+        raise ValueError(
+            f"{source} has a head of {config.get('num_classes')} classes; load it without num_classes={wanted}, and "
+            f"call reset_classifier({wanted})"
+        )
     config = {**config, **overrides}
     try:
         model = _outline(model_class, config)
@@ -191,8 +205,7 @@ def restore(
         }
     # Copies, because safetensors maps the file into memory, and later writes to it would change the weights.
     model.load_state_dict({name: state[name].clone() for name in own}, assign=True)
-    if preprocessing:
-        model.pretrained_cfg = model.default_cfg = preprocessing  # type: ignore[assignment]
+    declare(model, input_size=(model.in_chans, *model.img_size), **preprocessing)
     if img_size is not None:
         model.set_input_size(img_size)
     return model
@@ -316,6 +329,11 @@ def _problems(own: dict[str, Tensor], state: dict[str, Tensor]) -> list[str]:
     return [f"{problem} {_list(names)}" for problem, names in found.items() if names]
 
 
+def _short(value: Any, most: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 def _list(names: list[str], most: int = 5) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
@@ -359,9 +377,9 @@ def _check_config(
 
 
 def declared_preprocessing(model: nn.Module) -> dict[str, Any]:
-    """What a model's timm configuration says about the preparation of images."""
-    declared = getattr(model, "pretrained_cfg", None) or {}
-    return {name: declared[name] for name in _IMAGES if name in declared}
+    """What a model's timm configuration says about its images and answers."""
+    found = declared(model)
+    return {name: found[name] for name in _IMAGES if found.get(name) is not None}
 
 
 def check_preprocessing(found: Any, source: str, in_chans: Any = None) -> dict[str, Any]:
@@ -372,7 +390,7 @@ def check_preprocessing(found: Any, source: str, in_chans: Any = None) -> dict[s
     for name, value in found.items():
         sane = name in _IMAGES and _IMAGES[name](value)
         if not sane or (name in ("mean", "std") and len(value) not in lengths):
-            raise CheckpointError(f"{source} has {name}={value!r} for the preparation of images")
+            raise CheckpointError(f"{source} has {name}={_short(value)} for the preparation of images")
     return found
 
 
@@ -391,6 +409,7 @@ _IMAGES: dict[str, Callable[[Any], bool]] = {
     "interpolation": lambda value: value in INTERPOLATIONS,
     "crop_pct": lambda value: type(value) in (int, float) and 0 < value <= 1,
     "crop_mode": lambda value: value in CROP_MODES,
+    LABELS: lambda value: isinstance(value, tuple) and all(isinstance(name, str) for name in value),
 }
 
 

@@ -33,6 +33,7 @@ from quickvit.layers import (
     StandardBlock,
 )
 from quickvit.layers.linear import STANDARD_STD
+from quickvit.models.declared import LABELS, declare, declared
 from quickvit.ops.packing import Shapes, pack, unpack
 
 POOLS = ("token", "avg", "")
@@ -272,6 +273,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
             # The norms stay where they are, whatever a new model with this pooling would do.
             self.config["fc_norm"] = not isinstance(self.fc_norm, nn.Identity)
         self.num_classes = self.config["num_classes"] = num_classes
+        if LABELS in declared(self):
+            declare(self, **{LABELS: None})
         reference = next(self.patch_embed.parameters())
         head = nn.Linear(self.embed_dim, num_classes) if num_classes else nn.Identity()
         self.head = head.apply(_init_standard).to(reference.device, reference.dtype).train(self.training)
@@ -290,6 +293,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
             self.img_size = self.config["img_size"] = size
             if hasattr(self, "pos_embed"):
                 self.config["pos_grid"] = self.pos_embed.grid_size
+            if declared(self):
+                declare(self, input_size=(self.in_chans, *size))
 
     # ------------------------------------------------------------------ the Hub's contract
 

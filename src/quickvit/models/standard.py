@@ -20,6 +20,7 @@ from quickvit.models.checkpoints import (
     require_fit,
     restore,
 )
+from quickvit.models.declared import declare
 from quickvit.models.zoo import STANDARD, ViT, create_model
 
 # The options of a ViT; only plain values of their types are taken from a file.
@@ -64,9 +65,7 @@ def restore_any(
         raise CheckpointError(f"{source} describes a model that cannot be built: {error}") from error
     require_fit(model.state_dict(), state, strict=True, source=source)
     model.load_state_dict({key: tensor.clone() for key, tensor in state.items()}, assign=True)
-    if preprocessing:
-        declared: Any = {**(getattr(model, "pretrained_cfg", None) or {}), **preprocessing}
-        model.pretrained_cfg = model.default_cfg = declared
+    declare(model, **preprocessing)
     return model
 
 

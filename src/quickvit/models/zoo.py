@@ -19,6 +19,7 @@ from timm.models import (
 from timm.models.vision_transformer import Block, VisionTransformer
 
 from quickvit.layers import StandardBlock
+from quickvit.models.declared import declare
 from quickvit.models.quick_vit import FAMILIES, QuickVisionTransformer
 
 
@@ -129,13 +130,16 @@ def _register(name: str, family: str, size: str, patch_size: int) -> None:
 
     def create(pretrained: bool = False, **kwargs: Any) -> QuickVisionTransformer:
         out_indices = kwargs.pop("out_indices", 3)
-        return build_model_with_cfg(
+        model = build_model_with_cfg(
             QuickVisionTransformer,
             name,
             pretrained,
             feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
             **{**arguments, **kwargs},
         )
+        if isinstance(model, QuickVisionTransformer):
+            declare(model, input_size=(model.in_chans, *model.img_size))
+        return model
 
     create.__name__ = create.__qualname__ = name
     create.__module__ = __name__

@@ -6,6 +6,7 @@ commands that the authors of DeiT III published; where neither says anything, it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from quickvit.data import (
     Batch,
     Mixing,
+    Source,
     TrainLoader,
     cache,
     declare_preprocessing,
@@ -31,6 +33,7 @@ from quickvit.data.loader import MAX_UNREADABLE
 from quickvit.data.transforms import Where
 from quickvit.evaluate.accuracy import measure_accuracy
 from quickvit.models import ViT
+from quickvit.models.declared import LABELS, declare
 from quickvit.recipes.config import as_plain, given, row
 from quickvit.recipes.model import ModelArguments, build, create, save_model, with_positions
 from quickvit.recipes.run import carry_out
@@ -48,6 +51,8 @@ from quickvit.train import (
     warmup_cosine,
 )
 from quickvit.train.optimizers import OptimizerName
+
+logger = logging.getLogger(__name__)
 
 MODEL = "model.safetensors"
 # Training, evaluation and the number of classes read the same source, and listing a large folder takes its time.
@@ -292,6 +297,13 @@ class Deit3(Recipe):
         """Augmented and mixed images with their mixed targets."""
         config = self.config
         source = _open_source(config.data, "train")
+        # What is wrong with the validation split shows here too, not after the first epoch.
+        validation = self._validation()
+        if world.main:
+            tested = f"{len(validation)} for validation" if validation is not None else "none for validation"
+            logger.info(
+                "%d images of %d classes in %s, %s", len(source), len(source.classes), source.name, tested
+            )
         loader = TrainLoader(
             cache(source) if config.cache else source,
             deit3_transform(
@@ -335,9 +347,8 @@ class Deit3(Recipe):
     def evaluate(self, world: World) -> dict[str, float]:
         """Top-1 and top-5 accuracy on the validation split, if the data has one."""
         config = self.config
-        try:
-            source = _open_source(config.data, "val")
-        except FileNotFoundError:
+        source = self._validation()
+        if source is None:
             return {}
         numbers: dict[str, float] = {}
         for name, module in self.modules.items():
@@ -358,9 +369,18 @@ class Deit3(Recipe):
                 numbers[f"{prefix}top5"] = accuracy.top5
         return numbers
 
+    def _validation(self) -> Source | None:
+        """The validation split, if the data has one."""
+        try:
+            return _open_source(self.config.data, "val")
+        except FileNotFoundError:
+            return None
+
     def export(self, folder: Path, world: World) -> None:
-        """Write `model.safetensors`: the average if there is one, with how images are prepared for it."""
-        save_model(bare(self.modules.get("average", self.modules["model"])), folder / MODEL, world)
+        """Write `model.safetensors`: the average if there is one, with its classes and how images are prepared."""
+        model = bare(self.modules.get("average", self.modules["model"]))
+        declare(model, **{LABELS: _open_source(self.config.data, "train").classes})
+        save_model(model, folder / MODEL, world)
 
 
 def bce_loss(logits: Tensor, targets: Tensor) -> Tensor:

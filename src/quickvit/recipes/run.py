@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -12,6 +13,8 @@ import torch
 from quickvit.provenance import surroundings, write
 from quickvit.recipes.config import as_plain
 from quickvit.train import Outcome, Recipe, RunConfig, Trainer, World, connected
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 STARTS = "starts.jsonl"
@@ -56,7 +59,11 @@ def _train(config: C, build: Callable[[C], Recipe], world: World, command: str) 
         if world.main:
             _note_start(config, world.device, command, done)
 
-    return Trainer(build(config), config.run, config.out, world).fit(begins=begins)
+    outcome = Trainer(build(config), config.run, config.out, world).fit(begins=begins)
+    if world.main:
+        end = "stopped, and ready to go on by the same command" if outcome.stopped else "done"
+        logger.info("%s after %d updates in %s", end, outcome.steps, config.out)
+    return outcome
 
 
 def _note_start(config: Config, device: torch.device, command: str, done: int) -> None:
