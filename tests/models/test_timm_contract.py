@@ -32,6 +32,20 @@ def test_forward_and_backward(name):
     assert not missing, missing
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_channels_last(family):
+    """timm's training script asks for it."""
+    model = timm.create_model(f"quickvit_{family}_tiny_patch16_224", depth=2, img_size=32).eval()
+    x, before = torch.randn(2, 3, 32, 32), {name: t.clone() for name, t in model.state_dict().items()}
+    expected = model(x)
+    model = model.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(model(x.to(memory_format=torch.channels_last)), expected)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert all(tensor.dtype == torch.float64 for tensor in model.double().state_dict().values())
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_default_configuration(name):
     model = timm.create_model(name, depth=2).eval()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -59,6 +61,14 @@ class OcticLift(DerivedTensor):
     def forward(self, x: Tensor) -> Tensor:
         """Embed the patches of x."""
         return embed_patches(x, self.kernel(), self.layout.embed_invariant(self.bias))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OcticLift:
+        # to(memory_format=torch.channels_last) is for tensors of four dimensions, and an error for those of five.
+        def on_kernels(tensor: Tensor) -> Tensor:
+            return fn(tensor.flatten(0, 1)).unflatten(0, tensor.shape[:2]) if tensor.ndim == 5 else fn(tensor)
+
+        super()._apply(on_kernels, recurse)
+        return self
 
     def extra_repr(self) -> str:
         """Patch size and width."""
