@@ -85,7 +85,7 @@ def test_knn(ask):
     assert list(result["answers"]) == ["1-NN", "10-NN", "20-NN", "100-NN", "200-NN"]
     assert result["answer"] == f"{result['chosen']['k']}-NN"
     assert result["accuracy"] == result["answers"][result["answer"]]["accuracy"] > 0.5
-    assert (result["images"], result["unreadable"]) == (360, 0)
+    assert (result["tested_on"], result["images"], result["unreadable"]) == ("digits (test)", 360, 0)
     assert result["img_size"] == [32, 32]
     code, out, err = ask("knn", "--neighbours", 1, 3)
     assert code == 0
@@ -93,7 +93,7 @@ def test_knn(ask):
     assert out.count("\n") == 1
     assert "1-NN" in out
     assert "3-NN" in out
-    assert out.endswith("; 360 images\n")
+    assert out.endswith("; 360 images of digits (test)\n")
 
 
 def test_linear(ask):

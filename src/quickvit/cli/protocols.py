@@ -72,6 +72,7 @@ def _classification(protocol: str, arguments: Namespace) -> int:
     if arguments.json:
         result = {
             "protocol": protocol,
+            "tested_on": test.source.name,
             "images": len(test.targets),
             "unreadable": test.unreadable,
             "answer": classifier.main,
@@ -82,7 +83,7 @@ def _classification(protocol: str, arguments: Namespace) -> int:
         }
         print_json({**frozen.about(arguments), **result})
     else:
-        print(f"{_sentence(protocol, classifier, scores)}; {len(test.targets)} images")
+        print(f"{_sentence(protocol, classifier, scores)}; {len(test.targets)} images of {test.source.name}")
     return 0
 
 
