@@ -346,7 +346,8 @@ def test_defaults_follow_the_device():
     settings = gpu.settings("bfloat16", BENCHMARKS["gelu"])
     assert (settings.batch, settings.compile, settings.repeats) == (32, "default", 20)
     assert gpu.settings("bfloat16", BENCHMARKS["model"]).compile == "reduce-overhead"
-    assert gpu.settings("bfloat16", BENCHMARKS["ops"]).compile == "none"
+    for name in ("ops", "memory", "linear"):
+        assert gpu.settings("bfloat16", BENCHMARKS[name]).compile == "none"
     cpu = Request(CPU)
     assert [shape.label for shape in cpu.shapes()] == ["ViT-Base/16"]
     assert cpu.settings("float32", BENCHMARKS["model"]) == Settings(CPU, torch.float32, 8, "none", 5)

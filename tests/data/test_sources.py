@@ -83,6 +83,15 @@ def test_a_folder_without_splits_is_for_training(tmp_path, write_images):
         open_source(tmp_path, "val")
 
 
+@pytest.mark.parametrize("name", ["train", "training"])
+def test_a_folder_without_splits_may_have_a_list(tmp_path, write_images, name):
+    write_images(tmp_path, "0.png", "1.png")
+    (tmp_path / f"{name}.txt").write_text("1.png cat\n0.png ant\n")
+    source = open_source(tmp_path)
+    assert [source.describe(i) for i in range(2)] == [str(tmp_path / "1.png"), str(tmp_path / "0.png")]
+    assert source.targets.tolist() == [1, 0]
+
+
 def test_splits_are_no_classes(folder):
     with pytest.raises(ValueError, match=rf"{folder} has the splits train, val; take one of them"):
         open_source(folder, "all")

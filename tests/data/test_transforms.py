@@ -116,12 +116,14 @@ def test_evaluation_is_that_of_timm(image, size, ratio, interpolation):
 
 @pytest.mark.parametrize("shape", [(4, 400), (401, 4)], ids=str)
 @pytest.mark.parametrize("size", [16, (8, 16)], ids=str)
-def test_a_very_long_image_is_cut_where_nobody_sees_it(shape, size):
+@pytest.mark.parametrize("mode", ["center", "squash"])
+def test_a_very_long_image_is_cut_where_nobody_sees_it(shape, size, mode):
     pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
     target = (3, *((size, size) if isinstance(size, int) else size))
-    theirs = create_transform(target, crop_pct=1.0, interpolation="bicubic", normalize=False)
-    assert torch.equal(eval_transform(size).pixels(image), theirs(image))
+    options = {"crop_pct": 1.0, "crop_mode": mode, "interpolation": "bicubic", "normalize": False}
+    theirs = create_transform(target, **options)
+    assert torch.equal(EvalTransform(size, crop_mode=mode).pixels(image), theirs(image))
 
 
 @pytest.mark.parametrize("shape", [(1, 60_000), (60_000, 1)], ids=str)

@@ -5,7 +5,7 @@ import torch
 
 from quickvit.group import DihedralGroup, act_on_features
 from quickvit.layers import INVARIANTS, OcticInvariant, invariant
-from quickvit.layers.invariant import Canonical, PowerSpectrum
+from quickvit.layers.invariant import Canonical, MaxFilter, PowerSpectrum
 from quickvit.testing import randomize
 
 
@@ -39,6 +39,21 @@ def test_weights_are_all_that_is_to_be_loaded(name):
         late = OcticInvariant(32, name)
     late.to_empty(device="cpu").load_state_dict(layer.state_dict())
     assert torch.equal(late(x), layer(x))
+
+
+@pytest.mark.parametrize("name", INVARIANTS)
+def test_the_shape_is_known_without_memory(name):
+    with torch.device("meta"):
+        assert OcticInvariant(32, name)(torch.empty(3, 32)).shape == (3, 32)
+
+
+@torch.no_grad()
+def test_autocast_rounds_templates():
+    layer, x = randomize(MaxFilter(64)), torch.randn(50, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, layer.bfloat16()(x.bfloat16()))
 
 
 @pytest.mark.parametrize("name", ["max_filter", "canonical"])

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import stat
+from functools import wraps
 
 import pytest
 import timm
@@ -24,6 +25,7 @@ from quickvit.models.checkpoints import (
     CheckpointError,
     load_weights,
     read_checkpoint,
+    restore,
     save_weights,
     strip_wrappers,
 )
@@ -309,7 +311,9 @@ def test_a_preparation_that_would_be_refused_is_not_written(declared, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.pth", "model", "model.safetensors.bak"])
-def test_only_safetensors_are_written(name, tmp_path):
+def test_only_safetensors_are_written(name, tmp_path, monkeypatch):
+    # Whatever takes time comes later.
+    monkeypatch.setattr("quickvit.models.checkpoints._unwrap", None)
     for save in (save_checkpoint, lambda model, path: save_weights(model.state_dict(), path)):
         with pytest.raises(ValueError, match=rf"written to \.safetensors files, got .*{name}"):
             save(build(), tmp_path / name)
@@ -361,6 +365,26 @@ def test_what_a_file_lacks_has_the_type_of_what_it_has(tmp_path):
     model = load_checkpoint(path, strict=False, num_classes=3)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model(images().bfloat16()).shape == (1, 3)
+
+
+class Counted(QuickVisionTransformer):
+    """A model whose first tensor is an integer."""
+
+    @wraps(QuickVisionTransformer.__init__)
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.register_buffer("seen", torch.tensor(7))
+
+
+@pytest.mark.parametrize("missing", ["head.weight", "seen"])
+def test_what_a_file_lacks_does_not_follow_integers(missing):
+    model = Counted(**SMALL).bfloat16()
+    state = model.state_dict()
+    assert next(iter(state)) == "seen"
+    del state[missing]
+    found = restore(model.config, state, strict=False, model_class=Counted)
+    assert {parameter.dtype for parameter in found.parameters()} == {torch.bfloat16}
+    assert found.seen.dtype == torch.int64
 
 
 # ---------------------------------------------------------------------- files that are none
@@ -534,6 +558,7 @@ def test_a_configuration_must_make_sense(change, message, file):
         {"mean": []},
         {"mean": [0.5, 0.5, "red"]},
         {"mean": [0.5, 0.5, 10**400]},
+        {"std": []},
         {"std": [0.5, 0.5, 0.0]},
         {"std": [0.5, 0.5, float("inf")]},
         {"interpolation": "magic"},

@@ -266,6 +266,8 @@ def test_autocast_runs_forward_and_backward():
         ({"class_token": False}, "class_token"),
         ({"patch_size": 0}, "patch_size must be 1 or more, got 0"),
         ({"in_chans": 0}, "in_chans must be 1 or more, got 0"),
+        ({"embed_dim": 0}, "embed_dim must be 1 or more, got 0"),
+        ({"depth": -1}, "depth must be 0 or more, got -1"),
         ({"num_heads": 0}, "num_heads must be 1 or more, got 0"),
         ({"pos_grid": -2}, "pos_grid must be 1 or more, got -2"),
         ({"reg_tokens": -1}, "reg_tokens must be 0 or more, got -1"),

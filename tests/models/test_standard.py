@@ -30,6 +30,14 @@ def test_a_model_comes_back(model, tmp_path):
     assert again.config == model.config
 
 
+def test_colours_of_other_channels_come_back():
+    model = create_model("baseline_tiny_patch16_224", **SMALL, in_chans=4)
+    colours = {"mean": (0.1, 0.2, 0.3, 0.4), "std": (0.5, 0.6, 0.7, 0.8)}
+    model.pretrained_cfg = colours
+    again = restore_any(standard_config(model), model.state_dict())
+    assert {name: again.pretrained_cfg[name] for name in colours} == colours
+
+
 def test_quick_vits_come_back_too():
     model = QuickVisionTransformer(img_size=16, patch_size=4, embed_dim=32, depth=1, num_heads=2)
     again = restore_any(model.config, model.state_dict())

@@ -268,6 +268,15 @@ def test_no_tokens_and_strided_tokens():
             assert torch.equal(function(strided), expected)
 
 
+def test_the_bias_of_a_perceptron_has_no_gaps(monkeypatch):
+    given = []
+    monkeypatch.setattr(mlp, "_mlp", lambda x, one, two, bias, *_: given.append(bias) or x)
+    bias = draw(6)[::2]
+    mlp.octic_mlp(draw(5, 16), draw(4, 3, 2), draw(1, 6, 4), bias, draw(4, 2, 3), draw(1, 4, 6))
+    assert given[0].is_contiguous()
+    assert torch.equal(given[0], bias)
+
+
 def test_strided_gradients():
     x = draw(3, 5, 16).requires_grad_()
     for function in (octic_gelu, lambda x: octic_linear(x, draw(4, 2, 2), draw(1, 4, 4))):

@@ -167,10 +167,16 @@ def test_narrower_vectors_give_the_same(monkeypatch, tmp_path):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
 
 
-def test_a_library_that_others_could_have_written_is_not_loaded(sources, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("others", ["everybody", "a group", "its owner"])
+def test_a_library_that_others_could_have_written_is_not_loaded(
+    sources, tmp_path, monkeypatch, caplog, others
+):
     assert library.available()
     (path,) = built(tmp_path)
-    path.parent.chmod(0o777)
+    path.parent.chmod({"everybody": 0o777, "a group": 0o770, "its owner": 0o700}[others])
+    if others == "its owner":
+        user = path.stat().st_uid + 1
+        monkeypatch.setattr(library.os, "geteuid", lambda: user)
     library._library.cache_clear()
     loaded, load = [], library.ctypes.CDLL
     monkeypatch.setattr(library.ctypes, "CDLL", lambda name: loaded.append(name) or load(name))

@@ -35,9 +35,10 @@ def test_linear_equals_its_definition(group, shape):
         torch.testing.assert_close(a, b)
 
 
-def test_linear_takes_strided_input():
-    x = torch.randn(5, 32, dtype=torch.float64)
-    parameters = weights(D8, 3, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_linear_takes_strided_input(dtype):
+    x = torch.randn(5, 32, dtype=dtype)
+    parameters = weights(D8, 3, 2, dtype)
     expected = octic_linear(x[:, :16].contiguous(), *parameters)
     torch.testing.assert_close(octic_linear(x[:, :16], *parameters), expected)
     columns = x[:, :16].T.contiguous().T

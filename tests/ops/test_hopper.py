@@ -125,6 +125,23 @@ def test_self_attention_and_its_gradients(heads, shapes):
         torch.testing.assert_close(one.double(), two, rtol=5e-3, atol=5e-3 * two.abs().max().item())
 
 
+def test_self_attention_takes_a_bias_with_gaps():
+    x, weights, bias = problem(38, 1024, 3072)
+    inputs = [t.half() for t in (x.unflatten(0, (2, 19)), *weights)]
+    gaps = bias.half().repeat_interleave(2)[::2]
+    expected = attention.octic_self_attention(*inputs, gaps.contiguous(), 8)
+    assert torch.equal(attention.octic_self_attention(*inputs, gaps, 8), expected)
+
+
+@pytest.mark.parametrize("other", [1, 2])
+def test_self_attention_refuses_weights_of_another_type(other):
+    x, weights, _ = problem(8, 1024, 3072)
+    inputs = [x.unflatten(0, (2, 4)), *weights]
+    inputs[other] = inputs[other].half()
+    with pytest.raises(ValueError, match=r"expected weights in torch\.bfloat16, as x, got .*torch\.float16"):
+        attention.octic_self_attention(*inputs, None, 16)
+
+
 def test_self_attention_is_for_many_features_and_heads_of_64(monkeypatch):
     monkeypatch.setattr(attention, "fused", lambda *_: True)
     monkeypatch.setattr(switch, "takes", lambda *_: True)
@@ -151,11 +168,11 @@ def test_few_tokens_have_it_in_graphs_only(monkeypatch):
     monkeypatch.setattr(switch, "_takes", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
 
-    def launches(tokens, transposed=False):
+    def launches(tokens, transposed=False, dtype=torch.bfloat16):
         x, out = (torch.empty(tokens, width, dtype=torch.bfloat16, device="meta") for width in (1024, 4096))
         x = SimpleNamespace(is_cuda=True, device="cuda", dtype=x.dtype, shape=x.shape, nbytes=x.nbytes)
         out = SimpleNamespace(shape=out.shape, nbytes=out.nbytes, data_ptr=lambda: 0, stride=out.stride)
-        weight = torch.empty(4, 512, 128, dtype=torch.bfloat16)
+        weight = torch.empty(4, 512, 128, dtype=dtype)
         return switch.launches(x, weight.mT if transposed else weight, out)
 
     # The first call compiles it.
@@ -179,6 +196,7 @@ def test_few_tokens_have_it_in_graphs_only(monkeypatch):
     capturing = True
     assert launches_gelu()
     assert launches(197)
+    assert not launches(197, dtype=torch.float32)
     assert not launches_gelu(weight=weight.float())
 
 
@@ -192,12 +210,14 @@ def test_few_tokens_have_it_in_graphs_only(monkeypatch):
         (9, "6.4", "3.6.0", False),
     ],
 )
-def test_it_is_for_hopper_and_known_releases(monkeypatch, capability, hip, release, known):
+def test_it_is_for_hopper_and_known_releases(monkeypatch, caplog, capability, hip, release, known):
     switch._is_known.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr("triton.__version__", release)
     assert switch._is_known(torch.device("cuda")) == known
+    # Where nothing but the release is in the way, somebody should know.
+    assert (f"not {release}: others run" in caplog.text) == (release == "3.10.1")
     switch._is_known.cache_clear()
 
 

@@ -442,6 +442,15 @@ def test_heads_in_pairs(parts: int) -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize(
+    ("pairs", "c", "vector"), [(False, 16, 8), (False, 10, 2), (True, 16, 2), (True, 10, 2)]
+)
+def test_only_neighbours_are_moved_together(pairs: bool, c: int, vector: int) -> None:
+    """The interpreter moves entries one by one, and would not notice."""
+    _, meta = heads._grid("to heads", draw(0, 1, 16 * c, dtype=torch.float16), 1, 2 * c, c, pairs)
+    assert meta["VECTOR"] == vector
+
+
 def test_heads_of_no_tokens() -> None:
     features = heads.to_heads(draw(0, 0, 240), 1, 3, None, (0, 5), 0)
     assert [feature.shape for feature in features] == [(0, 5, 1, 80)] * 3

@@ -114,10 +114,12 @@ def test_the_values_are_those_of_dinobloom(cells):
     assert (resolved.centering, resolved.prototypes, resolved.batch_size) == ("sinkhorn", 65536, 320)
     assert resolved.views == "dinobloom"
     assert resolved.run.evaluate_every == 4000
-    small = resolve(config(cells, None, preset="small", model="quickvit_i8_small_patch16_224"), CPU)
+    sizes = {"preset": "small", "model": "quickvit_i8_small_patch16_224"}
+    small = resolve(config(cells, None, **sizes), CPU)
     assert (small.steps, small.learning_rate) == (4000, 2e-4)
     assert small.prototypes < 65536
     assert small.group == 64
+    assert resolve(config(cells, None, **sizes, batch_size=320), CPU).group == 64
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

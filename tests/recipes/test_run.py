@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,7 @@ import tiny_runs
 from quickvit.provenance import write
 from quickvit.recipes import deit3, run
 from quickvit.recipes.run import CONFIG, STARTS, carry_out, trained_by
-from quickvit.train import World
+from quickvit.train import Outcome, World
 
 
 def test_the_last_start_says_how_a_model_was_trained(tmp_path):
@@ -63,6 +63,14 @@ def test_shared_modules_are_gone_before_the_connection(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "connected", connected)
     config = replace(tiny_runs.config("digits", tmp_path), epochs=1, steps_per_epoch=1)
     assert carry_out(config, deit3.resolve, build).steps == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_process_notes_the_start_of_all(tmp_path, monkeypatch, rank):
+    monkeypatch.setattr(run, "connected", lambda device: nullcontext(World(rank=rank)))
+    monkeypatch.setattr(run.Trainer, "fit", lambda self, begins: begins(0) or Outcome(0, False, [], 0.0))
+    carry_out(tiny_runs.config("digits", tmp_path), deit3.resolve, deit3.Deit3)
+    assert [name for name in (CONFIG, STARTS) if (tmp_path / name).exists()] == [CONFIG, STARTS] * (rank == 0)
 
 
 def test_records_are_written_whole_or_not_at_all(tmp_path, monkeypatch):

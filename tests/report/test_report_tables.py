@@ -71,7 +71,15 @@ class TestComputed:
 
     def test_groups(self, bench, add_bench):
         case = "linear, C = 1024 → 4096, 12544 tokens"
-        add_bench("gpu_groups", "linear", (case, "standard", 1.0), (case, "octic", 2.5), (case, "D16", 3.5))
+        add_bench(
+            "gpu_groups",
+            "linear",
+            (case, "standard", 1.0),
+            (case, "octic", 2.5),
+            (case, "D16", 3.5),
+            (case, "D32", 4.5, {"dtype": "float32"}),
+            (case.replace("12544", "12608"), "D32", 5.5),
+        )
         table = dihedral_groups(read_results(bench))
         assert cells(table, group="D8")["speed-up here"] == "2.50×"
         row = cells(table, group="D16")
