@@ -105,6 +105,15 @@ def test_a_nearly_constant_function_is_judged_by_what_it_does_with_its_input():
     assert max(errors.values()) > 0.1
 
 
+@pytest.mark.parametrize("offset", [1.0, 1e2, 1e4])
+def test_rounding_follows_the_size_of_outputs(offset):
+    """As of a classifier that was trained for a short time: it says almost the same of every image."""
+    images = 30 * features(4, 3, 64, 64).float()
+    assert_invariant(lambda x: (offset + x).mean((2, 3)), images, act_on_image)
+    with pytest.raises(AssertionError, match="not invariant"):
+        assert_invariant(lambda x: (offset + x)[..., :4].mean((2, 3)), images, act_on_image)
+
+
 @pytest.mark.parametrize(
     ("function", "inputs", "message"),
     [

@@ -36,7 +36,9 @@ class TestVerify:
         code, out, _ = run("verify", "quickvit_i8_tiny_patch16_224", "--img-size", "32")
         assert code == 0
         assert [line.split()[0] for line in out.splitlines()[2:11]] == [*ELEMENTS, "worst"]
-        assert out.endswith("equivariance and invariance; kept\n")
+        assert out.endswith(
+            "promised in float32: equivariance within 1e-05 and invariance within 1e-05; kept\n"
+        )
 
     def test_broken_invariance_is_exit_code_1(self, run, monkeypatch):
         monkeypatch.setattr(QuickVisionTransformer, "_leave", lambda self, x: x)
@@ -49,7 +51,7 @@ class TestVerify:
         monkeypatch.setattr(OcticPosition, "forward", lambda self, height, width: positions)
         code, out, _ = run("verify", "quickvit_h8_tiny_patch16_224", "--img-size", "32")
         assert code == 1
-        assert out.endswith("equivariance; broken: equivariance\n")
+        assert out.endswith("equivariance within 1e-05; broken: equivariance\n")
 
     @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "baseline_tiny_patch16_224"])
     def test_a_standard_vit_promises_nothing(self, run, name):

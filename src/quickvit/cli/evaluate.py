@@ -43,11 +43,9 @@ def verify(arguments: Namespace) -> int:
         table = [[e.element, _error(e.equivariance), _error(e.invariance)] for e in report.errors]
         table.append(["worst", *(_error(report.worst[kind]) for kind in ("equivariance", "invariance"))])
         print_table(["element", "equivariance", "invariance"], table)
+        promised = " and ".join(f"{promise} within {most:.0e}" for promise, most in report.tolerance.items())
         verdict = f"broken: {', '.join(report.broken)}" if report.broken else "kept"
-        print(
-            f"\npromised in {arguments.dtype} within {report.tolerance:.0e}: "
-            + (f"{' and '.join(report.promises)}; {verdict}" if report.promises else "nothing")
-        )
+        print(f"\npromised in {arguments.dtype}: {f'{promised}; {verdict}' if promised else 'nothing'}")
     return 1 if report.broken else 0
 
 
