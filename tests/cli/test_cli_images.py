@@ -8,6 +8,7 @@ import torch
 
 from quickvit import load_checkpoint, save_checkpoint
 from quickvit.data import preprocessing, read_image
+from quickvit.models.declared import declare
 
 
 class TestEmbed:
@@ -136,6 +137,14 @@ class TestPredict:
         (answer,) = json.loads(out)["answers"].values()
         assert sorted(answer) == [str(i) for i in range(7)]
         assert sum(answer.values()) == pytest.approx(1)
+
+    def test_names_give_no_orders_to_a_terminal(self, run, images, trained, tmp_path):
+        model = load_checkpoint(trained)
+        declare(model, label_names=("\x1b[2J", "\x1b[2J", "\x1b[2J"))
+        save_checkpoint(model, tmp_path / "new.safetensors")
+        _, out, _ = run("predict", tmp_path / "new.safetensors", images / "a.png")
+        assert "\x1b" not in out
+        assert r"'\x1b[2J'" in out
 
     def test_names_of_other_classes_are_forgotten(self, run, images, trained, tmp_path):
         model = load_checkpoint(trained)

@@ -51,7 +51,7 @@ def predict(arguments: Namespace) -> int:
     print_table(
         ["image", *["class", "share"] * len(next(iter(answers.values())))],
         [
-            [path, *(text for name, share in best for text in (name, f"{share:.1%}"))]
+            [path, *(text for name, share in best for text in (_printable(name), f"{share:.1%}"))]
             for path, best in answers.items()
         ],
     )
@@ -75,6 +75,11 @@ def _require_some(read: Sequence[str], skipped: Mapping[str, str]) -> None:
         print(f"quickvit: skipped {path}: {reason}", file=sys.stderr)
     if not read:
         raise ValueError(f"none of the {len(skipped)} images could be read")
+
+
+def _printable(name: str) -> str:
+    """Names come from a checkpoint, which must not give orders to a terminal."""
+    return name if name.isprintable() else ascii(name)
 
 
 def _add_images(parser: ArgumentParser) -> None:
