@@ -5,7 +5,8 @@
 
 An error is the root mean square of f(g·x) − g·f(x), relative to the spread of f over the batch: the root
 mean square of f(x) minus its mean over the inputs. Against the size of f(x) alone, a function that hardly
-looks at its input would pass as equivariant; here a constant function is refused.
+looks at its input would pass as equivariant; here a constant function is refused. What rounding may cost is allowed
+for, by the dtype and the size of f(x).
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 # What rounding alone may cost, by the dtype of the outputs: a whole model in evaluation stays within.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-1}
-# Errors of rounding follow the size of outputs, which can be many times their spread: so many times ε of that are
-# allowed, up to a limit above which nothing would be proven.
-ROUNDINGS, LIMIT = 25, 2e-1
+# Errors of rounding follow the size of outputs, which can be many times their spread. As many ε of that are allowed
+# in every dtype as in the coarsest, but never more of the spread than there: that would prove nothing.
+LIMIT = TOLERANCES[torch.bfloat16]
+ROUNDINGS = LIMIT / torch.finfo(torch.bfloat16).eps
 
 
 def equivariance_error(

@@ -1,6 +1,7 @@
 """What run folders say of themselves."""
 
 import json
+import logging
 import os
 import shutil
 import weakref
@@ -65,11 +66,16 @@ def test_shared_modules_are_gone_before_the_connection(tmp_path, monkeypatch):
     assert carry_out(config, deit3.resolve, build).steps == 1
 
 
+@pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_process_notes_the_start_of_all(tmp_path, monkeypatch, rank):
+def test_one_process_speaks_for_all(tmp_path, monkeypatch, caplog, rank, stopped):
     monkeypatch.setattr(run, "connected", lambda device: nullcontext(World(rank=rank)))
-    monkeypatch.setattr(run.Trainer, "fit", lambda self, begins: begins(0) or Outcome(0, False, [], 0.0))
-    carry_out(tiny_runs.config("digits", tmp_path), deit3.resolve, deit3.Deit3)
+    monkeypatch.setattr(run.Trainer, "fit", lambda self, begins: begins(0) or Outcome(7, stopped, [], 0.0))
+    with caplog.at_level(logging.INFO, "quickvit"):
+        carry_out(tiny_runs.config("digits", tmp_path), deit3.resolve, deit3.Deit3)
+    end = "stopped, and ready to go on by the same command" if stopped else "done"
+    said = [f"{end} after 7 updates in {tmp_path}"]
+    assert [record.getMessage() for record in caplog.records] == said * (rank == 0)
     assert [name for name in (CONFIG, STARTS) if (tmp_path / name).exists()] == [CONFIG, STARTS] * (rank == 0)
 
 
