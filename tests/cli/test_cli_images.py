@@ -146,6 +146,14 @@ class TestPredict:
         assert "\x1b" not in out
         assert r"'\x1b[2J'" in out
 
+    def test_too_few_names_are_no_names(self, run, images, trained, tmp_path):
+        model = load_checkpoint(trained)
+        declare(model, label_names=("ant", "bee"))
+        save_checkpoint(model, tmp_path / "new.safetensors")
+        _, out, _ = run("predict", tmp_path / "new.safetensors", images / "a.png", "--top", 3, "--json")
+        (answer,) = json.loads(out)["answers"].values()
+        assert sorted(answer) == ["0", "1", "2"]
+
     def test_names_of_other_classes_are_forgotten(self, run, images, trained, tmp_path):
         model = load_checkpoint(trained)
         model.reset_classifier(3)
