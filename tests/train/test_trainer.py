@@ -511,3 +511,10 @@ def test_profile(tmp_path):
 def test_wrong_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         RunConfig(**settings)
+
+
+@pytest.mark.parametrize(("cores", "workers"), [({0}, 1), ({0, 5}, 2), (set(range(64)), 4)])
+def test_no_more_workers_than_cores(monkeypatch, cores, workers):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: cores, raising=False)
+    assert RunConfig().workers == workers
+    assert RunConfig(workers=9).workers == 9

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 CAPTURED = "captured"
+# Processes that load data, where there are as many cores.
+WORKERS = 4
+
+
+def _cores() -> int:
+    """The cores that this process may use, where the system tells; PyTorch warns of more workers than that."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,8 @@ class RunConfig:
     each block by itself, and those that are alike once: a deep model is no more to compile than a few blocks."""
     accumulate: int = 1
     """Backward passes per update, each over a part of the batch, where a batch does not fit into memory."""
-    workers: int = 4
-    """Processes that load data, for each rank."""
+    workers: int = field(default_factory=lambda: min(WORKERS, _cores()))
+    """Processes that load data, for each rank; by default four, or one for each core where there are fewer."""
     save_every: int | None = None
     """Updates between checkpoints; an epoch by default."""
     keep: int = 3
