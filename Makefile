@@ -1,11 +1,13 @@
 # make demo: train three small models on digits and compare them. make test: lint, types and tests.
-# make docs: the site, in site/index.html.
+# make docs: the site, in site/index.html. make lowest: the tests with the oldest releases that we claim to work with.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types docs tests format clean
+LOWEST := .venv-lowest
+
+.PHONY: demo test lint types docs tests lowest format clean
 
 demo: $(READY)
 	$(BIN)/quickvit demo --out demo
@@ -26,6 +28,13 @@ docs: $(READY)
 tests: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
+# Old releases warn of what newer ones have changed.
+lowest:
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet uv
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST) --resolution lowest-direct --editable ".[dev]"
+	$(LOWEST)/bin/python -m pytest -m "not slow and not gpu" -W ignore
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -37,4 +46,4 @@ $(READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache demo site
+	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache .pytest_cache demo site
