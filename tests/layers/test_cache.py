@@ -38,6 +38,20 @@ def test_writes_that_pytorch_does_not_count_are_noticed(lift):
     torch.testing.assert_close(lift.kernel(), 2 * first)
 
 
+@torch.no_grad()
+def test_writes_to_what_is_kept_last_for_no_other_call(lift):
+    first = lift.kernel().clone()
+    lift.kernel().zero_()
+    torch.testing.assert_close(lift.kernel(), first)
+
+
+def test_functions_that_are_applied_see_the_parameters_themselves(lift):
+    """As those do that replace parameters: DTensor's, or casts to other kinds of tensors."""
+    seen = []
+    lift._apply(lambda tensor: seen.append(tensor) or tensor)
+    assert any(tensor is lift.weight for tensor in seen)
+
+
 def test_steps_of_fused_optimizers_are_noticed(lift):
     optimizer = torch.optim.SGD(lift.parameters(), lr=1.0, fused=True)
     with torch.no_grad():

@@ -5,7 +5,7 @@ import torch
 from torch.nn.utils import prune
 
 from quickvit.layers import OcticBlock
-from quickvit.layers.hooks import is_watched
+from quickvit.layers.hooks import are_called
 from quickvit.testing import randomize
 
 LINEAR = ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"]
@@ -30,12 +30,12 @@ def nothing(*arguments):
 )
 def test_hooks_of_all_kinds_and_depths_are_seen(register):
     net = block()
-    assert not is_watched(net, None)
+    assert not are_called(net, None)
     hook = getattr(net.attn.qkv, register)(nothing)
-    assert is_watched(None, net)
-    assert not is_watched(net.mlp)
+    assert are_called(None, net)
+    assert not are_called(net.mlp)
     hook.remove()
-    assert not is_watched(net)
+    assert not are_called(net)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

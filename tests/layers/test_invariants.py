@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.func import functional_call, grad, vmap
 
 from quickvit.group import DihedralGroup, act_on_features
 from quickvit.layers import INVARIANTS, OcticInvariant, invariant
@@ -96,3 +97,19 @@ def test_a_canonical_pose_is_the_same_with_gradients(dtype):
     found = layer(x)
     assert found.dtype == dtype
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", INVARIANTS)
+def test_gradients_of_each_sample(name):
+    layer, x = randomize(OcticInvariant(32, name)).double(), torch.randn(4, 3, 32).double()
+    parameters = {key: value.detach() for key, value in layer.named_parameters()}
+
+    def loss(parameters, sample):
+        return functional_call(layer, parameters, (sample,)).square().sum()
+
+    found = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
+    for i, sample in enumerate(x):
+        layer.zero_grad()
+        loss(dict(layer.named_parameters()), sample).backward()
+        for key, value in layer.named_parameters():
+            torch.testing.assert_close(found[key][i], value.grad)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from quickvit.group import D8, DihedralGroup
+from quickvit.group import D8, DihedralGroup, Layout
 from quickvit.layers.dropout import OcticDropout
-from quickvit.layers.hooks import is_watched
+from quickvit.layers.hooks import are_called
 from quickvit.layers.linear import OcticLinear, Weights, weights_of
 from quickvit.ops import octic_attention
 from quickvit.ops.attention import octic_self_attention, takes_self_attention
@@ -36,6 +36,7 @@ class OcticAttention(nn.Module):
                 f"{group.order} × num_heads; got width {dim} and num_heads {num_heads}"
             )
         self.num_heads = num_heads
+        self.qkv_layout = Layout(3 * dim, group)
         self.qkv = OcticLinear(dim, 3 * dim, bias=qkv_bias, group=group)
         self.attn_drop = attn_drop
         self.proj = OcticLinear(dim, dim, group=group)
@@ -43,8 +44,8 @@ class OcticAttention(nn.Module):
 
     def forward(self, x: Tensor, shapes: Shapes | None = None) -> Tensor:
         """Attend over the tokens of x; `shapes` are those of packed sequences."""
-        if is_watched(*self.children()):
-            # A hook may change the weights: each layer looks at its own when it is called.
+        if are_called(*self.children()):
+            # A hook may change the weights, a part be another: each layer looks at its own when it is called.
             heads = self._attend(self.qkv(x), None, shapes, overwrite=False)
             return self.proj_drop(self.proj(heads))
         qkv, proj = weights_of(self.qkv, self.proj)
@@ -52,13 +53,13 @@ class OcticAttention(nn.Module):
 
     def deferred(self, x: Tensor, shapes: Shapes | None = None) -> tuple[Tensor, Tensor | None]:
         """As forward, with a bias that is left to add, see `OcticLinear.deferred`."""
-        if self.training and self.proj_drop.p:
+        if self.proj_drop.drops:
             return self(x, shapes), None
         qkv, proj = weights_of(self.qkv, self.proj)
         return self.proj.deferred(self._heads(x, shapes, qkv), proj)
 
     def _heads(self, x: Tensor, shapes: Shapes | None, weights: Weights) -> Tensor:
-        group = self.qkv.out_layout.group
+        group = self.qkv_layout.group
         if not self._dropout and takes_self_attention(x, self.num_heads, group, shapes):
             return octic_self_attention(x, *weights, self.qkv.bias, self.num_heads, shapes=shapes)
         return self._attend(*self.qkv.product(x, weights), shapes, overwrite=True)
@@ -67,7 +68,7 @@ class OcticAttention(nn.Module):
         return octic_attention(
             qkv,
             self.num_heads,
-            self.qkv.out_layout,
+            self.qkv_layout,
             bias,
             shapes=shapes,
             dropout=self._dropout,

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from quickvit.group import D8, DihedralGroup
+from quickvit.group import D8, DihedralGroup, Layout
 from quickvit.layers.attention import OcticAttention
 from quickvit.layers.depth import Kept, keep
-from quickvit.layers.hooks import is_watched
+from quickvit.layers.hooks import are_called
 from quickvit.layers.mlp import OcticMlp
 from quickvit.layers.norm import OcticLayerNorm, OcticLayerScale
 from quickvit.ops.norm import residual
@@ -53,6 +53,7 @@ class OcticBlock(nn.Module):
         group: DihedralGroup = D8,
     ) -> None:
         super().__init__()
+        self.layout = Layout(dim, group)
         self.drop_path = drop_path
         self.norm1 = OcticLayerNorm(dim, norm_eps, released_norm, group)
         self.attn = OcticAttention(dim, num_heads, qkv_bias, attn_drop, proj_drop, group)
@@ -72,11 +73,11 @@ class OcticBlock(nn.Module):
         """Apply the block; `pending` is what the block before left to add, and `defer` leaves ours to the next.
 
         With `pending` x and the branch that is left to add are for this block alone, which may overwrite them. A
-        block with hooks inside leaves nothing to the next, and overwrites nothing that a hook may have kept.
-        `shapes` are those of packed sequences [T, C].
+        block with hooks inside, or with layers that are not ours, leaves nothing to the next, and overwrites nothing
+        that they may have kept. `shapes` are those of packed sequences [T, C].
         """
         first, second = (self._keep(x, shapes) for _ in range(2))
-        if is_watched(*self.children()):
+        if are_called(*self.children()):
             x = self._layer_by_layer(x, pending, first, second)
             return (x, None) if defer else x
         alone = pending is not None
@@ -94,14 +95,15 @@ class OcticBlock(nn.Module):
     def add(self, x: Tensor, pending: Pending) -> Tensor:
         """The residual sum that was left to add."""
         branch, bias, scale, samples, added = pending
-        layout = self.norm1.layout
-        return residual(x, branch, layout, bias=bias, scale=scale, sample_scale=samples, added=added)
+        return residual(x, branch, self.layout, bias=bias, scale=scale, sample_scale=samples, added=added)
 
     def _layer_by_layer(self, x: Tensor, pending: Pending | None, first: Kept, second: Kept) -> Tensor:
-        """The block by calls of its layers, so that all hooks run."""
+        """The block by calls of its layers, so that all hooks run, and layers that others have put there."""
         if pending is not None:
             x = self.add(x, pending)
-        y = self.attn(self.norm1(first.of(x)), first.shapes)
+        # Who replaces attention need not know of packed sequences.
+        packed = {} if first.shapes is None else {"shapes": first.shapes}
+        y = self.attn(self.norm1(first.of(x)), **packed)
         x = self.add(x, Pending(y if self.ls1 is None else self.ls1(y), None, None, first.scale, first.rows))
         y = self.mlp(self.norm2(second.of(x)))
         return self.add(

@@ -10,26 +10,32 @@ from torch import Tensor, nn
 
 
 class _Kept(NamedTuple):
-    """A derived tensor, the parameter that it is of, in which state, and on a CPU the values that it had."""
+    """A derived tensor and its version, the parameter that it is of, in which state, and on a CPU its values then."""
 
     tensor: Tensor
+    version: int | None
     parameter: Tensor
     state: Hashable
     values: Tensor | None
 
     def is_of(self, parameter: Tensor, state: Hashable) -> bool:
-        if self.parameter is not parameter or self.state != state:
+        if self.parameter is not parameter or self.state != state or self.version != _version(self.tensor):
             return False
         return self.values is None or torch.equal(self.values, parameter)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was written to, where PyTorch counts it."""
+    return None if tensor.is_inference() else tensor._version
 
 
 class DerivedTensor(nn.Module):
     """Base of layers that compute a tensor from one parameter, kept between forwards in evaluation.
 
     The kept tensor is never in the state dict. It is dropped by `train()` and `eval()`, and recomputed when the
-    parameter was written to, replaced, moved or cast. On a GPU writes that PyTorch does not count, by way of
-    `parameter.data` or by a fused optimizer, go unnoticed: to compare values would mean to wait for the device. Call
-    `eval()` after them.
+    parameter was written to, replaced, moved or cast, or when somebody wrote to the tensor itself. On a GPU writes
+    that PyTorch does not count, by way of `parameter.data` or by a fused optimizer, go unnoticed: to compare values
+    would mean to wait for the device. Call `eval()` after them.
     """
 
     def __init__(self) -> None:
@@ -53,7 +59,8 @@ class DerivedTensor(nn.Module):
         kept = self._kept
         if kept is None or not kept.is_of(parameter, state):
             values = parameter.detach().clone() if parameter.is_cpu else None
-            kept = self._kept = _Kept(compute(), parameter, state, values)
+            tensor = compute()
+            kept = self._kept = _Kept(tensor, _version(tensor), parameter, state, values)
         return kept.tensor
 
     def __getstate__(self) -> dict[str, object]:

@@ -16,9 +16,14 @@ class OcticDropout(nn.Module):
         self.layout = Layout(dim, group)
         self.p = p
 
+    @property
+    def drops(self) -> bool:
+        """Whether it does anything now."""
+        return self.training and self.p > 0
+
     def forward(self, x: Tensor) -> Tensor:
         """Drop irrep channels of a packed tensor [..., C]."""
-        if not self.training or not self.p:
+        if not self.drops:
             return x
         mask = functional.dropout(x.new_ones(*x.shape[:-1], self.layout.gains), self.p)
         return x * self.layout.expand(mask)

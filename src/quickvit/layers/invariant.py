@@ -178,7 +178,8 @@ class Canonical(nn.Module):
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             templates = (actions.mT @ self.template.to(wide).unflatten(-1, (order, -1))).flatten(-2)
             scores = nn.functional.linear(wide, templates)
-        choice = nn.functional.one_hot(scores.argmax(-1), order).to(x.dtype)
+        # one_hot would look at values, which vmap does not allow.
+        choice = (scores.argmax(-1, keepdim=True) == torch.arange(order, device=x.device)).to(x.dtype)
         if torch.is_grad_enabled():
             soft = scores.softmax(-1).to(x.dtype)
             choice = choice + (soft - soft.detach())

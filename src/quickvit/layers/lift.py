@@ -63,9 +63,14 @@ class OcticLift(DerivedTensor):
         return embed_patches(x, self.kernel(), self.layout.embed_invariant(self.bias))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OcticLift:
-        # to(memory_format=torch.channels_last) is for tensors of four dimensions, and an error for those of five.
         def on_kernels(tensor: Tensor) -> Tensor:
-            return fn(tensor.flatten(0, 1)).unflatten(0, tensor.shape[:2]) if tensor.ndim == 5 else fn(tensor)
+            try:
+                return fn(tensor)
+            except RuntimeError:
+                if tensor.ndim != 5:
+                    raise
+                # Of to(memory_format=torch.channels_last), which is for tensors of four dimensions.
+                return fn(tensor.flatten(0, 1)).unflatten(0, tensor.shape[:2])
 
         super()._apply(on_kernels, recurse)
         return self

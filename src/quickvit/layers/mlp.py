@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from quickvit.group import D8, DihedralGroup
 from quickvit.layers.dropout import OcticDropout
-from quickvit.layers.hooks import is_watched
+from quickvit.layers.hooks import are_called
 from quickvit.layers.linear import OcticLinear, weights_of
 from quickvit.ops import octic_gelu
 from quickvit.ops.mlp import octic_mlp, takes_mlp
@@ -25,21 +25,22 @@ class OcticMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to packed tokens."""
-        if is_watched(*self.children()):
+        if are_called(*self.children()):
             return self.drop2(self.fc2(self.drop1(octic_gelu(self.fc1(x), None, self.group))))
         y, bias = self._branch(x, overwrite=False)
         return self.drop2(y if bias is None else y + self.fc2.out_layout.embed_invariant(bias))
 
     def deferred(self, x: Tensor, overwrite: bool = False) -> tuple[Tensor, Tensor | None]:
         """As forward, with a bias that is left to add, see `OcticLinear.deferred`; of `overwrite` see `octic_mlp`."""
-        if self.training and self.drop2.p:
+        if self.drop2.drops:
             return self(x), None
         return self._branch(x, overwrite)
 
     def _branch(self, x: Tensor, overwrite: bool) -> tuple[Tensor, Tensor | None]:
         up, down = weights_of(self.fc1, self.fc2)
-        dropout = self.training and self.drop1.p
-        if not dropout and takes_mlp(x, self.group, *self.parameters()):
-            return octic_mlp(x, *up, self.fc1.bias, *down, overwrite=overwrite), self.fc2.bias
+        # Not those of `parameters()`: weights may be computed from others.
+        used = *up, self.fc1.bias, *down
+        if not self.drop1.drops and takes_mlp(x, self.group, *used):
+            return octic_mlp(x, *used, overwrite=overwrite), self.fc2.bias
         hidden, bias = self.fc1.product(x, up)
         return self.fc2.deferred(self.drop1(octic_gelu(hidden, bias, self.group, overwrite=True)), down)

@@ -32,6 +32,7 @@ from quickvit.layers import (
     StandardAttention,
     StandardBlock,
 )
+from quickvit.layers.hooks import is_watched, takes_pending
 from quickvit.layers.linear import STANDARD_STD
 from quickvit.models.declared import LABELS, declare, declared
 from quickvit.ops.packing import Shapes, pack, unpack
@@ -338,10 +339,12 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         """Images [B, in_chans, H, W] → logits [B, num_classes].
 
         Where the head takes the class token, the other tokens end with the last block: neither the invariant of a d8
-        nor the last norm is computed for them.
+        nor the last norm is computed for them, unless a hook or a subclass may look at them.
         """
+        if self.global_pool != "token" or self._tokens_are_seen():
+            return self.forward_head(self.forward_features(x))
         x, _ = self._embed(x)
-        x, _ = self._run(x, first=1 if self.global_pool == "token" else None)
+        x, _ = self._run(x, first=1)
         return self.forward_head(self.norm(x))
 
     def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -507,6 +510,15 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         x, shapes = pack([self._embed(crop, mask)[0] for crop, mask in zip(crops, masks, strict=True)])
         return x.to(dtype or x.dtype), shapes
 
+    def _tokens_are_seen(self) -> bool:
+        """Whether somebody else's code meets the tokens after the last block."""
+        methods = ("forward_features", "forward_head", "pool")
+        own = (getattr(type(self), name) is getattr(QuickVisionTransformer, name) for name in methods)
+        if not all(own) or any(name in self.__dict__ for name in methods):
+            return True
+        after = [self.norm] if self.invariant is None else [self.norm, *self.invariant.modules()]
+        return not isinstance(self.norm, nn.LayerNorm | nn.Identity) or any(map(is_watched, after))
+
     def _leave(self, x: Tensor) -> Tensor:
         """Leave the octic part: by the invariant, or (hybrids) by simply reading the channels as standard ones."""
         return x if self.invariant is None else self.invariant(x).to(x.dtype)
@@ -526,19 +538,18 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         taken: list[Tensor] = []
         pending: Pending | None = None
         blocks = self.blocks[:stop]
+        packed = {} if shapes is None else {"shapes": shapes}
         if self.octic_depth == 0:
             x = self._leave(x)
         for i, block in enumerate(blocks):
-            if i < self.octic_depth:
-                # The next norm adds this block's last branch in its own pass, unless somebody looks at x before, or
-                # FSDP (whose mark is a method) frees this block's parameters, bias and layer scale, before that.
+            if i < self.octic_depth and takes_pending(block):
+                # The next norm adds this block's last branch in its own pass, unless somebody looks at x before.
                 last = i + 1 == min(self.octic_depth, len(blocks))
-                seen = last or i in take or block._forward_hooks or blocks[i + 1]._forward_pre_hooks
-                defer = not seen and not hasattr(block, "unshard")
-                out = self._call(block, x, pending, defer=defer, shapes=shapes)
+                defer = not (last or i in take) and takes_pending(blocks[i + 1])
+                out = self._call(block, x, pending, defer=defer, **packed)
                 x, pending = out if defer else (out, None)
             else:
-                x = self._call(block, x, shapes=shapes)
+                x = self._call(block, x, **packed)
             if i + 1 == len(blocks):
                 x = x[:, :first]
             if i + 1 == self.octic_depth:
@@ -548,7 +559,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         return x, taken
 
     def _call(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.grad_checkpointing and self.training:
+        if self.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, *args, use_reentrant=False, **kwargs)
         return block(*args, **kwargs)
 
