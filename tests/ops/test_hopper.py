@@ -10,7 +10,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Glu
 from gluon_on_cpu import OnCpu
 
 from quickvit.group import D8, Layout
-from quickvit.ops import attention, plain
+from quickvit.ops import attention, plain, self_attention
 from quickvit.ops import hopper as switch
 from quickvit.ops.linear import definition as linear
 from quickvit.ops.triton import hopper
@@ -113,7 +113,7 @@ def test_self_attention_and_its_gradients(heads, shapes):
         x = x[:57].unflatten(0, (3, 19))
     # Triton's interpreter cannot multiply in bfloat16.
     inputs = [t.detach().half().requires_grad_() for t in (x, *weights, bias)]
-    y = attention.octic_self_attention(*inputs, heads, shapes=shapes)
+    y = self_attention.octic_self_attention(*inputs, heads, shapes=shapes)
     exact = [t.detach().double().requires_grad_() for t in inputs]
     with plain():
         qkv = linear(*exact)
@@ -129,8 +129,8 @@ def test_self_attention_takes_a_bias_with_gaps():
     x, weights, bias = problem(38, 1024, 3072)
     inputs = [t.half() for t in (x.unflatten(0, (2, 19)), *weights)]
     gaps = bias.half().repeat_interleave(2)[::2]
-    expected = attention.octic_self_attention(*inputs, gaps.contiguous(), 8)
-    assert torch.equal(attention.octic_self_attention(*inputs, gaps, 8), expected)
+    expected = self_attention.octic_self_attention(*inputs, gaps.contiguous(), 8)
+    assert torch.equal(self_attention.octic_self_attention(*inputs, gaps, 8), expected)
 
 
 @pytest.mark.parametrize("other", [1, 2])
@@ -139,16 +139,16 @@ def test_self_attention_refuses_weights_of_another_type(other):
     inputs = [x.unflatten(0, (2, 4)), *weights]
     inputs[other] = inputs[other].half()
     with pytest.raises(ValueError, match=r"expected weights in torch\.bfloat16, as x, got .*torch\.float16"):
-        attention.octic_self_attention(*inputs, None, 16)
+        self_attention.octic_self_attention(*inputs, None, 16)
 
 
 def test_self_attention_is_for_many_features_and_heads_of_64(monkeypatch):
-    monkeypatch.setattr(attention, "fused", lambda *_: True)
+    monkeypatch.setattr(self_attention, "fused", lambda *_: True)
     monkeypatch.setattr(switch, "takes", lambda *_: True)
 
     def takes(images, heads):
         x = torch.empty(images, 197, 1024, device="meta")
-        return attention.takes_self_attention(x, heads, D8)
+        return self_attention.takes_self_attention(x, heads, D8)
 
     assert [takes(64, 16), takes(64, 8), takes(8, 16)] == [True, False, False]
 

@@ -14,7 +14,7 @@ from gluon_on_cpu import OnCpu
 
 from quickvit.group import D8, Layout
 from quickvit.layers import StandardAttention, StandardBlock
-from quickvit.ops import attention, hopper, linear, standard
+from quickvit.ops import attention, hopper, linear, self_attention, standard
 from quickvit.ops.packing import unpack
 from quickvit.ops.triton import hopper_attention, hopper_gradient, hopper_heads
 
@@ -182,7 +182,7 @@ def test_the_operator_takes_batches_long_and_short(shapes, biased, compiled):
     dout = noise(tokens, 1280)
 
     def operator(x, weight_1, weight_2, bias=None):
-        return attention.octic_self_attention(x, weight_1, weight_2, bias, 16, shapes=shapes)
+        return self_attention.octic_self_attention(x, weight_1, weight_2, bias, 16, shapes=shapes)
 
     def definition(x, weight_1, weight_2, bias=None):
         qkv = linear.definition(x, weight_1, weight_2)
@@ -286,10 +286,10 @@ def test_a_model_can_be_compiled_for_any_number_of_tokens(monkeypatch):
 
 def test_they_are_for_many_features(monkeypatch):
     monkeypatch.setattr(hopper, "takes_heads", lambda x, heads, tokens: tokens <= 320)
-    monkeypatch.setattr(attention, "fused", lambda *_: True)
+    monkeypatch.setattr(self_attention, "fused", lambda *_: True)
 
     def takes(*shape, shapes=None):
-        return attention.takes_self_attention(torch.empty(shape, device="meta"), 16, D8, shapes)
+        return self_attention.takes_self_attention(torch.empty(shape, device="meta"), 16, D8, shapes)
 
     assert [takes(64, 257, 1280), takes(8, 257, 1280), takes(64, 325, 1280)] == [True, False, False]
     packed = 100 * 197 + 100 * 37, 1280

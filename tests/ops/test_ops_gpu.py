@@ -9,7 +9,7 @@ from some_rows import rows_at
 from quickvit import QuickVisionTransformer, act_on_image
 from quickvit.group import Layout
 from quickvit.layers import OcticMlp
-from quickvit.ops import attention, gelu, hopper, linear, mlp, norm, plain, standard
+from quickvit.ops import attention, gelu, hopper, linear, mlp, norm, plain, self_attention, standard
 from quickvit.testing import assert_invariant, randomize
 
 pytestmark = [
@@ -75,7 +75,7 @@ def cases(width, heads, tokens, dtype):
         runs = width == 64 * heads and hopper.takes(x, 3 * width)
         if not runs and not hopper.takes_heads(x, heads, tokens):
             pytest.skip("there is no kernel for this")
-        return attention.octic_self_attention(x, weight_1, weight_2, bias, heads, **shapes)
+        return self_attention.octic_self_attention(x, weight_1, weight_2, bias, heads, **shapes)
 
     def self_attention_definition(x, weight_1, weight_2, bias):
         return plain()(attend)(linear.definition(x, weight_1, weight_2), bias)
@@ -188,7 +188,7 @@ def test_what_is_not_finite_stays_in_its_image():
     results = []
     for bad in (0.0, float("nan")):
         x = torch.cat([images[:257], images[257:] + bad]).requires_grad_()
-        out = attention.octic_self_attention(x, *weights, None, 16, shapes=((2, 257),))
+        out = self_attention.octic_self_attention(x, *weights, None, 16, shapes=((2, 257),))
         (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
         assert out[257:].isfinite().all() == (bad == 0.0)
         results.append((out[:257], grad[:257]))

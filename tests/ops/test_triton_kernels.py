@@ -17,6 +17,7 @@ from quickvit.group import Layout  # noqa: E402
 from quickvit.ops import attention as operators  # noqa: E402
 from quickvit.ops import norm as norm_operators  # noqa: E402
 from quickvit.ops import precision  # noqa: E402
+from quickvit.ops.heads import merge_heads, split_heads  # noqa: E402
 from quickvit.ops.packing import Shapes, attend, pack, unpack  # noqa: E402
 from quickvit.ops.triton import attention, convert, gelu, heads, norm, weight_gradient, whole_head  # noqa: E402
 
@@ -623,8 +624,8 @@ def test_batches_pass_through_heads_and_back() -> None:
 
     def through_heads(qkv: Tensor, bias: Tensor) -> Tensor:
         numbers, lengths = ([*sizes] for sizes in zip(*shapes, strict=True))
-        features = operators._split_heads(qkv, bias, heads, numbers, lengths)
-        return operators._merge_heads([attend(*features[:3]), attend(*features[3:])])
+        features = split_heads(qkv, bias, heads, numbers, lengths)
+        return merge_heads([attend(*features[:3]), attend(*features[3:])])
 
     def definition(qkv: Tensor, bias: Tensor) -> Tensor:
         return operators.definition(qkv, heads, layout, bias, shapes=shapes)

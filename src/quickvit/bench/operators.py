@@ -18,8 +18,8 @@ from quickvit.bench.timing import Job, Settings, measure
 from quickvit.bench.work import Ceilings, Shape, Storage, Work
 from quickvit.group import D8, Layout
 from quickvit.ops import octic_attention, octic_gelu, octic_layer_norm, octic_linear, octic_residual_norm
-from quickvit.ops.attention import octic_self_attention, takes_self_attention
 from quickvit.ops.mlp import activate
+from quickvit.ops.self_attention import octic_self_attention, takes_self_attention
 
 NORM_EPS = 1e-6
 

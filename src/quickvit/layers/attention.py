@@ -9,8 +9,8 @@ from quickvit.layers.dropout import OcticDropout
 from quickvit.layers.hooks import are_called
 from quickvit.layers.linear import OcticLinear, Weights, weights_of
 from quickvit.ops import octic_attention
-from quickvit.ops.attention import octic_self_attention, takes_self_attention
 from quickvit.ops.packing import Shapes
+from quickvit.ops.self_attention import octic_self_attention, takes_self_attention
 
 
 class OcticAttention(nn.Module):

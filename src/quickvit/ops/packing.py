@@ -38,6 +38,24 @@ def places(shapes: Shapes) -> Iterator[tuple[int, int, int]]:
         first += number * length
 
 
+def as_shapes(numbers: list[int], lengths: list[int]) -> Shapes:
+    """Shapes from two lists, as operators are told them."""
+    return tuple(zip(numbers, lengths, strict=True))
+
+
+def batches(numbers: list[int], lengths: list[int]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """The first token and the shape of each batch."""
+    origin = 0
+    for number, length in as_shapes(numbers, lengths):
+        yield origin, (number, length)
+        origin += number * length
+
+
+def pairs(numbers: list[int], lengths: list[int]) -> int:
+    """Pairs of a query and a key."""
+    return sum(number * length**2 for number, length in as_shapes(numbers, lengths))
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
     """softmax(q kᵀ / √D) v of heads [B, N, H, D], in PyTorch's operator."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -3,12 +3,9 @@
     y = gain · x̂ + shift e_A1,    x̂ = (x - x̄) / √(mean of (x - x̄)² + ε)
 
 x̄ is the mean over each irrep component, the mean of squares that over all C channels; there the
-components of E may be weighed by a factor other than 1. A feature x[T, C] has m = C/8: A1, A2, B1, B2 are
-four blocks of m columns, the components of E two blocks of 2m, each with its own mean. A token is
-therefore held as two tiles, lines [4, m] and planes [2, 2m], in which means are sums along rows. Sizes of tiles are
-powers of two: an m that would be padded too much is two of them, and a token four tiles (160 = 128 + 32).
+components of E may be weighed by a factor other than 1. A token is held as tiles, see `token_tiles`. With m = C/8,
+gain and layer scale have 6m entries, shift and bias m (A1 only).
 
-gain and layer scale have 6m entries (4m, then 2m for both components of E), shift and bias m (A1 only).
 A branch may be of some tokens only, and the norm of some be asked for only: added[T] and normed[T] then say which row
 of the branch, and of y, belongs to a token, or -1.
 For the backward pass seven statistics per token are kept: the six means and the reciprocal standard
@@ -21,6 +18,19 @@ import triton.language as tl
 
 from quickvit.ops.tiles import tile
 from quickvit.ops.triton.launch import multiprocessors, traced
+from quickvit.ops.triton.token_tiles import (
+    is_invariant,
+    load_invariant,
+    load_tiles,
+    of_row,
+    parts_of,
+    row_of,
+    store,
+    store_gains,
+    store_tiles,
+    token_tiles,
+    zeros,
+)
 
 # Warps per program, programs per multiprocessor, stages of the pipeline of loads: a program takes one token
 # after the other. Keyed by the padded width of a token; the first key that is large enough holds.
@@ -57,116 +67,12 @@ _STATISTICS = tl.constexpr(STATISTICS)
 
 
 @triton.jit
-def _store(pointer, offset, value, mask):
-    tl.store(pointer + offset, value.to(pointer.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _add_pairs(a, b, more_a, more_b):
-    return a + more_a, b + more_b
-
-
-@triton.jit
-def _line_tile(M: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr):
-    """Columns of a tile [4, SIZE] of one-dimensional irreps, their entries in a gain, which exist, and their rows."""
-    row, column = tl.arange(0, 4)[:, None], START + tl.arange(0, SIZE)[None, :]
-    return row * M + column, row * M + column, column < M, row
-
-
-@triton.jit
-def _plane_tile(M: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr):
-    """The same of a tile [2, 2 SIZE] of the components of E."""
-    row, column = tl.arange(0, 2)[:, None], 2 * START + tl.arange(0, 2 * SIZE)[None, :]
-    # Each component loads its own copy of a gain: to share one, it would have to pass through shared memory.
-    return 4 * M + row * (2 * M) + column, 4 * M + row * 0 + column, column < 2 * M, row
-
-
-@triton.jit
-def _token_tiles(M: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
-    """The tiles of a token: lines and planes by turns, first of BLOCK copies, then of REST if any."""
-    tiles = (_line_tile(M, 0, BLOCK), _plane_tile(M, 0, BLOCK))
-    if REST > 0:
-        tiles += (_line_tile(M, BLOCK, REST), _plane_tile(M, BLOCK, REST))
-    return tiles
-
-
-@triton.jit
-def _zeros(tiles):
-    zeros = ()
-    for t in tl.static_range(len(tiles)):
-        zeros += (tl.zeros(tiles[t][0].shape, tl.float32),)
-    return zeros
-
-
-@triton.jit
-def _load_tiles(pointer, tiles, PLACE: tl.constexpr):
-    """Tiles of a token (PLACE 0) or of a gain (PLACE 1), as they are stored."""
-    values = ()
-    for t in tl.static_range(len(tiles)):
-        values += (tl.load(pointer + tiles[t][PLACE], mask=tiles[t][2], other=0.0),)
-    return values
-
-
-@triton.jit
-def _store_tiles(pointer, tiles, values):
-    for t in tl.static_range(len(tiles)):
-        _store(pointer, tiles[t][0], values[t], tiles[t][2])
-
-
-@triton.jit
-def _row(rows, token):
-    """The row that belongs to a token: its own where there are no `rows`, or -1 for none."""
-    if rows is None:
-        return token
-    else:
-        return tl.load(rows + token).to(tl.int64)
-
-
-@triton.jit
-def _of_row(rows, row, tiles):
-    """The tiles, empty where a token has no row."""
-    if rows is None:
-        return tiles
-    else:
-        some = ()
-        for t in tl.static_range(len(tiles)):
-            some += ((tiles[t][0], tiles[t][1], tl.where(row < 0, False, tiles[t][2]), tiles[t][3]),)
-        return some
-
-
-@triton.jit
 def _factor(row_scale, rows, row, tokens_per_row):
     """What a row of the branch is multiplied by: 0 where a token has none."""
     if rows is None:
         return tl.load(row_scale + row // tokens_per_row)
     else:
         return tl.where(row < 0, 0.0, tl.load(row_scale + tl.maximum(row, 0) // tokens_per_row))
-
-
-@triton.jit
-def _store_gains(line, tiles, values):
-    """Sums in the order of a gain: those of the components of E together."""
-    for t in tl.static_range(len(tiles)):
-        if t % 2 == 0:
-            tl.store(line + tiles[t][1], values[t], mask=tiles[t][2])
-        else:
-            both = tl.sum(values[t], axis=0)[None, :]
-            tl.store(line + tiles[t][1], both, mask=tiles[t][2] & (tiles[t][3] == 0))
-
-
-@triton.jit
-def _invariant(tile):
-    """Which entries of a tile of lines are A1."""
-    return tile[2] & (tile[3] == 0)
-
-
-@triton.jit
-def _load_invariant(pointer, tiles):
-    """What acts on A1 alone, as tiles of lines."""
-    values = ()
-    for t in tl.static_range(0, len(tiles), 2):
-        values += (tl.load(pointer + tiles[t][0], mask=_invariant(tiles[t]), other=0.0).to(tl.float32),)
-    return values
 
 
 @triton.jit(do_not_specialize=["T", "tokens_per_row"])
@@ -194,21 +100,21 @@ def _norm_forward(
     IN_PLACE: tl.constexpr,
 ):
     """y = norm(s) with s = x, or s = x + row_scale · scale · (branch + bias e_A1) where there is a branch."""
-    tiles = _token_tiles(M, BLOCK, REST)
-    gains = _load_tiles(gain, tiles, 1)
-    shifts = _load_invariant(shift, tiles)
+    tiles = token_tiles(M, BLOCK, REST)
+    gains = load_tiles(gain, tiles, 1)
+    shifts = load_invariant(shift, tiles)
     if scale is not None:
-        scales = _load_tiles(scale, tiles, 1)
+        scales = load_tiles(scale, tiles, 1)
     if branch_bias is not None:
-        biases = _load_invariant(branch_bias, tiles)
+        biases = load_invariant(branch_bias, tiles)
 
     for index in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=STAGES):
         token = tl.cast(index, tl.int64)
         start = token * (8 * M)
-        stream = _load_tiles(x + start, tiles, 0)
+        stream = load_tiles(x + start, tiles, 0)
         if branch is not None:
-            row = _row(added, token)
-            branches = _load_tiles(branch + row * (8 * M), _of_row(added, row, tiles), 0)
+            row = row_of(added, token)
+            branches = load_tiles(branch + row * (8 * M), of_row(added, row, tiles), 0)
             if row_scale is not None:
                 factor = _factor(row_scale, added, row, tokens_per_row)
             before, stream = stream, ()
@@ -223,7 +129,7 @@ def _norm_forward(
                 # The norm sees what the next block will see, the rounded sum.
                 stream += ((before[t].to(tl.float32) + more).to(residual.dtype.element_ty),)
             if not IN_PLACE:
-                _store_tiles(residual + start, tiles, stream)
+                store_tiles(residual + start, tiles, stream)
 
         line_mean = tl.zeros([4], tl.float32)
         plane_mean = tl.zeros([2], tl.float32)
@@ -253,14 +159,19 @@ def _norm_forward(
         # The sum may take the place of x, and y that of the branch: not before all threads, of which several may have
         # the same entries, have read them.
         if IN_PLACE:
-            _store_tiles(residual + start, tiles, stream)
-        row = _row(normed, token)
-        _store_tiles(y + row * (8 * M), _of_row(normed, row, tiles), ys)
+            store_tiles(residual + start, tiles, stream)
+        row = row_of(normed, token)
+        store_tiles(y + row * (8 * M), of_row(normed, row, tiles), ys)
 
         saved = statistics + token * _STATISTICS
         tl.store(saved + tl.arange(0, 4), line_mean)
         tl.store(saved + 4 + tl.arange(0, 2), plane_mean)
         tl.store(saved + 6, rstd)
+
+
+@triton.jit
+def _add_pairs(a, b, more_a, more_b):
+    return a + more_a, b + more_b
 
 
 @triton.jit(do_not_specialize=["T", "tokens_per_row"])
@@ -297,30 +208,30 @@ def _norm_backward(
     M shifts, 6 M scales and M biases: dgain = Σ dy x̂, dshift = Σ dy, dscale = Σ row_scale dx (branch + bias),
     dbias = Σ dbranch.
     """
-    tiles = _token_tiles(M, BLOCK, REST)
+    tiles = token_tiles(M, BLOCK, REST)
     lines = tiles[::2]
-    gains = _load_tiles(gain, tiles, 1)
-    dgains = _zeros(tiles)
-    dshifts = _zeros(lines)
-    dscales = _zeros(tiles)
-    dbiases = _zeros(lines)
+    gains = load_tiles(gain, tiles, 1)
+    dgains = zeros(tiles)
+    dshifts = zeros(lines)
+    dscales = zeros(tiles)
+    dbiases = zeros(lines)
     if scale is not None:
-        scales = _load_tiles(scale, tiles, 1)
+        scales = load_tiles(scale, tiles, 1)
     if branch_bias is not None:
-        biases = _load_invariant(branch_bias, tiles)
+        biases = load_invariant(branch_bias, tiles)
 
     for index in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=STAGES):
         token = tl.cast(index, tl.int64)
         start = token * (8 * M)
         # Every load of a step comes before its sums, so that they are all under way at once.
-        row = _row(normed, token)
-        dys = _load_tiles(dy + row * (8 * M), _of_row(normed, row, tiles), 0)
-        xs = _load_tiles(residual + start, _of_row(normed, row, tiles), 0)
+        row = row_of(normed, token)
+        dys = load_tiles(dy + row * (8 * M), of_row(normed, row, tiles), 0)
+        xs = load_tiles(residual + start, of_row(normed, row, tiles), 0)
         if dstream is not None:
-            dstreams = _load_tiles(dstream + start, tiles, 0)
-        branch_row = _row(added, token)
+            dstreams = load_tiles(dstream + start, tiles, 0)
+        branch_row = row_of(added, token)
         if scale is not None:
-            branches = _load_tiles(branch + branch_row * (8 * M), _of_row(added, branch_row, tiles), 0)
+            branches = load_tiles(branch + branch_row * (8 * M), of_row(added, branch_row, tiles), 0)
         if row_scale is not None:
             factor = _factor(row_scale, added, branch_row, tokens_per_row)
         saved = statistics + token * _STATISTICS
@@ -383,19 +294,19 @@ def _norm_backward(
             if t % 2 == 0:
                 dbiases += (bias_sums[t // 2] + d,)
             dbranches += (d,)
-        _store_tiles(dx + start, tiles, dxs)
+        store_tiles(dx + start, tiles, dxs)
         if dbranch is not None:
-            _store_tiles(dbranch + branch_row * (8 * M), _of_row(added, branch_row, tiles), dbranches)
+            store_tiles(dbranch + branch_row * (8 * M), of_row(added, branch_row, tiles), dbranches)
 
     line = partial + tl.program_id(0).to(tl.int64) * WIDTH
-    _store_gains(line, tiles, dgains)
+    store_gains(line, tiles, dgains)
     for t in tl.static_range(len(lines)):
-        tl.store(line + 6 * M + lines[t][0], dshifts[t], mask=_invariant(lines[t]))
+        tl.store(line + 6 * M + lines[t][0], dshifts[t], mask=is_invariant(lines[t]))
     if scale is not None:
-        _store_gains(line + 7 * M, tiles, dscales)
+        store_gains(line + 7 * M, tiles, dscales)
     if branch_bias is not None:
         for t in tl.static_range(len(lines)):
-            tl.store(line + 13 * M + lines[t][0], dbiases[t], mask=_invariant(lines[t]))
+            tl.store(line + 13 * M + lines[t][0], dbiases[t], mask=is_invariant(lines[t]))
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -419,19 +330,12 @@ def _sum_partial(
         mask = (line < P)[:, None] & (column < WIDTH)[None, :]
         total += tl.load(partial + line[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
     total = tl.sum(total, axis=0)
-    _store(dgain, column, total, column < 6 * M)
-    _store(dshift, column - 6 * M, total, (column >= 6 * M) & (column < 7 * M))
+    store(dgain, column, total, column < 6 * M)
+    store(dshift, column - 6 * M, total, (column >= 6 * M) & (column < 7 * M))
     if dscale is not None:
-        _store(dscale, column - 7 * M, total, (column >= 7 * M) & (column < 13 * M))
+        store(dscale, column - 7 * M, total, (column >= 7 * M) & (column < 13 * M))
     if dbias is not None:
-        _store(dbias, column - 13 * M, total, (column >= 13 * M) & (column < 14 * M))
-
-
-def _parts(m: int) -> tuple[int, int]:
-    """m copies as one power of two, or as two if they pad less."""
-    whole = triton.next_power_of_2(m)
-    rest = max(4, triton.next_power_of_2(m - whole // 2))
-    return (whole, 0) if 2 * rest > whole // 2 else (whole // 2, rest)
+        store(dbias, column - 13 * M, total, (column >= 13 * M) & (column < 14 * M))
 
 
 def _tile(
@@ -442,14 +346,29 @@ def _tile(
 ) -> tuple[int, ...]:
     """What tuning found for tokens like those of x, else the entry of the table that they fit."""
     m = x.shape[1] // 8
-    width = 8 * sum(_parts(m))
+    width = 8 * sum(parts_of(m))
     default = next((entry for limit, entry in tiles.items() if width <= limit), list(tiles.values())[-1])
     if wide is not None and x.element_size() == 4:
         default = wide.get(width, default)
     return tile(kernel, (m, x.element_size()), x.device, default)
 
 
-def _forward(
+def norm_forward(
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    shift: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    pair_weight: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Octic layer norm of x[T, C]: y[T, C] in the given dtype (default: that of x) and statistics[T, 7]."""
+    _, y, statistics = residual_norm_forward(
+        x, None, None, None, None, 1, gain, shift, eps, dtype, pair_weight
+    )
+    return y, statistics
+
+
+def residual_norm_forward(
     x: torch.Tensor,
     branch: torch.Tensor | None,
     branch_bias: torch.Tensor | None,
@@ -459,23 +378,36 @@ def _forward(
     gain: torch.Tensor,
     shift: torch.Tensor,
     eps: float,
-    dtype: torch.dtype | None,
-    pair_weight: float,
+    dtype: torch.dtype | None = None,
+    pair_weight: float = 1.0,
+    *,
     added: torch.Tensor | None = None,
     normed: torch.Tensor | None = None,
     rows: int | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Residual addition and the octic layer norm after it, in one pass; without a branch the norm of x alone.
+
+        residual = x + row_scale · scale · (branch + branch_bias e_A1),    y = norm(residual)
+
+    x, branch[T, C], branch_bias[C/8], scale[3C/4] (layer scale), row_scale[T / tokens_per_row] in float32
+    (stochastic depth). residual has the dtype of x, y the given dtype (default: that of branch); y is the norm
+    of the residual as it was rounded. Returns residual, y, statistics[T, 7].
+
+    added[T] are the rows of a branch[n, C] of some tokens, whose row_scale must be given; normed[T] those of
+    y[rows, C]. Both results may be written `into` tensors, which may be x and branch.
+    """
     tokens, channels = x.shape
     if into is None:
         residual = None if branch is None else torch.empty_like(x)
-        y = x.new_empty(tokens if rows is None else rows, channels, dtype=dtype or x.dtype)
+        dtype = dtype or (x if branch is None else branch).dtype
+        y = x.new_empty(tokens if rows is None else rows, channels, dtype=dtype)
     else:
         residual, y = into
     statistics = torch.empty((tokens, STATISTICS), dtype=torch.float32, device=x.device)
     if tokens == 0:
         return residual, y, statistics
-    block, rest = _parts(channels // 8)
+    block, rest = parts_of(channels // 8)
     warps, per_multiprocessor, stages = _tile("norm forward", FORWARD_TILES, x)
     programs = min(tokens, per_multiprocessor * multiprocessors(x.device))
     with torch.cuda.device_of(x):
@@ -507,7 +439,22 @@ def _forward(
     return residual, y, statistics
 
 
-def _backward(
+def norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    statistics: torch.Tensor,
+    gain: torch.Tensor,
+    dstream: torch.Tensor | None = None,
+    pair_weight: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `norm_forward`: dx, plus dstream where given, and dgain[3C/4], dshift[C/8]."""
+    dx, _, dgain, dshift, _, _ = residual_norm_backward(
+        dy, dstream, x, statistics, gain, None, None, None, None, 1, pair_weight
+    )
+    return dx, dgain, dshift
+
+
+def residual_norm_backward(
     dy: torch.Tensor,
     dstream: torch.Tensor | None,
     residual: torch.Tensor,
@@ -518,12 +465,18 @@ def _backward(
     scale: torch.Tensor | None,
     row_scale: torch.Tensor | None,
     tokens_per_row: int,
-    pair_weight: float,
+    pair_weight: float = 1.0,
+    *,
     added: torch.Tensor | None = None,
     normed: torch.Tensor | None = None,
 ) -> tuple[
     torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
 ]:
+    """Gradients of `residual_norm_forward`: dx, dbranch, dgain, dshift, dscale, dbranch_bias.
+
+    dx is the gradient of the residual and of x alike. dscale and dbranch_bias are None where there is no such
+    parameter.
+    """
     tokens, channels = residual.shape
     m = channels // 8
     dx = torch.empty_like(residual)
@@ -538,7 +491,7 @@ def _backward(
                 parameter.zero_()
         return dx, dbranch, dgain, dshift, dscale, dbias
 
-    block, rest = _parts(m)
+    block, rest = parts_of(m)
     warps, per_multiprocessor, stages = _tile("norm backward", BACKWARD_TILES, residual, WIDE_BACKWARD_TILES)
     programs = min(tokens, per_multiprocessor * multiprocessors(residual.device))
     width = 7 * m if scale is None and branch_bias is None else 14 * m
@@ -583,122 +536,4 @@ def _backward(
             BLOCK=columns,
             num_warps=reduction_warps,
         )
-    return dx, dbranch, dgain, dshift, dscale, dbias
-
-
-def norm_forward(
-    x: torch.Tensor,
-    gain: torch.Tensor,
-    shift: torch.Tensor,
-    eps: float,
-    dtype: torch.dtype | None = None,
-    pair_weight: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Octic layer norm of x[T, C]: y[T, C] in the given dtype (default: that of x) and statistics[T, 7]."""
-    _, y, statistics = _forward(x, None, None, None, None, 1, gain, shift, eps, dtype, pair_weight)
-    return y, statistics
-
-
-def residual_norm_forward(
-    x: torch.Tensor,
-    branch: torch.Tensor,
-    branch_bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    row_scale: torch.Tensor | None,
-    tokens_per_row: int,
-    gain: torch.Tensor,
-    shift: torch.Tensor,
-    eps: float,
-    dtype: torch.dtype | None = None,
-    pair_weight: float = 1.0,
-    *,
-    added: torch.Tensor | None = None,
-    normed: torch.Tensor | None = None,
-    rows: int | None = None,
-    into: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Residual addition and the octic layer norm after it, in one pass.
-
-        residual = x + row_scale · scale · (branch + branch_bias e_A1),    y = norm(residual)
-
-    x, branch[T, C], branch_bias[C/8], scale[3C/4] (layer scale), row_scale[T / tokens_per_row] in float32
-    (stochastic depth). residual has the dtype of x, y the given dtype (default: that of branch); y is the norm
-    of the residual as it was rounded. Returns residual, y, statistics[T, 7].
-
-    added[T] are the rows of a branch[n, C] of some tokens, whose row_scale must be given; normed[T] those of
-    y[rows, C]. Both results may be written `into` tensors, which may be x and branch.
-    """
-    residual, y, statistics = _forward(
-        x,
-        branch,
-        branch_bias,
-        scale,
-        row_scale,
-        tokens_per_row,
-        gain,
-        shift,
-        eps,
-        dtype or branch.dtype,
-        pair_weight,
-        added,
-        normed,
-        rows,
-        into,
-    )
-    assert residual is not None
-    return residual, y, statistics
-
-
-def norm_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    statistics: torch.Tensor,
-    gain: torch.Tensor,
-    dstream: torch.Tensor | None = None,
-    pair_weight: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `norm_forward`: dx, plus dstream where given, and dgain[3C/4], dshift[C/8]."""
-    dx, _, dgain, dshift, _, _ = _backward(
-        dy, dstream, x, statistics, gain, None, None, None, None, 1, pair_weight
-    )
-    return dx, dgain, dshift
-
-
-def residual_norm_backward(
-    dy: torch.Tensor,
-    dstream: torch.Tensor | None,
-    residual: torch.Tensor,
-    statistics: torch.Tensor,
-    gain: torch.Tensor,
-    branch: torch.Tensor,
-    branch_bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    row_scale: torch.Tensor | None,
-    tokens_per_row: int,
-    pair_weight: float = 1.0,
-    *,
-    added: torch.Tensor | None = None,
-    normed: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of `residual_norm_forward`: dx, dbranch, dgain, dshift, dscale, dbranch_bias.
-
-    dx is the gradient of the residual and of x alike. dscale and dbranch_bias are None where there is no such
-    parameter.
-    """
-    dx, dbranch, dgain, dshift, dscale, dbias = _backward(
-        dy,
-        dstream,
-        residual,
-        statistics,
-        gain,
-        branch,
-        branch_bias,
-        scale,
-        row_scale,
-        tokens_per_row,
-        pair_weight,
-        added,
-        normed,
-    )
-    assert dbranch is not None
     return dx, dbranch, dgain, dshift, dscale, dbias
