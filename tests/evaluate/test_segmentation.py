@@ -13,7 +13,7 @@ from quickvit.data.segmentation import open_segmentation
 from quickvit.evaluate import segmentation as module
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.extract import Extraction
-from quickvit.evaluate.rotation import Pose
+from quickvit.evaluate.rotation import Pose, cut_circle
 from quickvit.evaluate.segmentation import (
     SegmentationData,
     SegmentationProtocol,
@@ -226,6 +226,22 @@ def test_masks_turn_with_their_images(folder, tmp_path):
     assert tilted.ignored == (255,)
 
 
+def test_what_a_circle_hides_is_not_scored(folder, tmp_path):
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 2}
+    backbone = Backbone(QuickVisionTransformer(family="h8", **options), "tiny")
+    source, how = open_segmentation(folder), Extraction(tmp_path / "cache")
+    visible = cut_circle(torch.ones(32, 32)).bool()
+    scored = []
+    for pose in (Pose(), Pose(90.0), Pose(45.0)):
+        data = load_segmentation(backbone, source, how, pose=pose, circle=True)
+        assert data.ignored == (255,)
+        scored.append((data.masks != 255).float().mean(0))
+        assert not scored[-1][~visible].any()
+    assert scored[0][visible].all()
+    assert torch.equal(scored[1], scored[0])
+    assert scored[2][visible].mean() > 0.95
+
+
 def test_an_unreadable_image_that_is_tolerated_costs_only_itself(folder, tmp_path):
     options = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 2}
     backbone = Backbone(QuickVisionTransformer(family="h8", **options), "tiny")
@@ -236,6 +252,7 @@ def test_an_unreadable_image_that_is_tolerated_costs_only_itself(folder, tmp_pat
     data = load_segmentation(backbone, open_segmentation(folder), how)
     left = [i for i in range(12) if i != 4]
     assert data.indices.tolist() == left
+    assert data.ignored == whole.ignored
     assert torch.equal(data.masks, whole.masks[left])
 
 

@@ -96,12 +96,12 @@ def rotate(images: Tensor, degrees: float | Sequence[float], mode: Mode = "bilin
     return images
 
 
-def cut_circle(images: Tensor) -> Tensor:
-    """Images [..., H, W] with 0 outside of the largest circle inside: no pose of them has more to see."""
+def cut_circle(images: Tensor, outside: int = 0) -> Tensor:
+    """Images, or masks, [..., H, W] with one value outside of the largest circle: no pose of them has more to see."""
     height, width = images.shape[-2:]
     y, x = (torch.arange(side, device=images.device) - (side - 1) / 2 for side in (height, width))
     inside = y[:, None].square() + x.square() <= (min(height, width) / 2) ** 2
-    return images * inside
+    return torch.where(inside, images, outside)
 
 
 def _tilt(images: Tensor, degrees: Sequence[float], mode: Mode) -> Tensor:

@@ -26,7 +26,7 @@ from quickvit.evaluate.extract import Extraction, describe_source, extract
 from quickvit.evaluate.knn import Metric, nearest
 from quickvit.evaluate.logistic import LogisticRegression, fit_logistic, moments
 from quickvit.evaluate.metrics import accuracy, confusion_matrix, iou, mean_iou
-from quickvit.evaluate.rotation import UPRIGHT, Pose
+from quickvit.evaluate.rotation import UPRIGHT, Pose, cut_circle
 from quickvit.evaluate.selection import FRACTION, Trial, best, hold_out
 from quickvit.evaluate.store import ArrayStore, Rows, Spec
 from quickvit.train.distributed import World
@@ -35,7 +35,7 @@ from quickvit.train.distributed import World
 IMAGES, VOTES = 64, 2**27
 # Values that a pixel of a mask can have.
 VALUES = 256
-# The label of what a turn brings in.
+# The label of what a turn brings in, and of what lies outside of a circle.
 OUTSIDE = 255
 MASK = "mask"
 
@@ -131,7 +131,7 @@ def load_segmentation(
 ) -> SegmentationData:
     """Features and masks of a source, from the cache or computed into it; in a pose, masks turn with their images.
 
-    What a turn brings in from outside has the label 255 and is ignored.
+    What a turn brings in, or lies outside of the circle, has the label 255 and is ignored.
     """
     extraction = extraction or Extraction()
     transform = squeezed(backbone)
@@ -141,11 +141,16 @@ def load_segmentation(
     specs = {MASK: Spec(transform.size, torch.uint8)}
     store = ArrayStore(extraction.root, "masks", key, len(source), specs)
     store.fill(partial(_read_masks, source, transform.size, extraction), extraction.world)
-    masks = store.read(MASK)
-    if pose == UPRIGHT and not found.unreadable:
+    stored = store.read(MASK)
+    if pose == UPRIGHT and not circle:
+        masks = stored[found.indices] if found.unreadable else stored
         return SegmentationData(found.arrays["patches"], masks, source.ignored, found.indices)
-    parts = found.indices.split(IMAGES)
-    masks = torch.cat([pose.show_masks(masks[part], part, extraction.seed, OUTSIDE) for part in parts])
+
+    def shown(indices: Tensor) -> Tensor:
+        some = cut_circle(stored[indices], OUTSIDE) if circle else stored[indices]
+        return pose.show_masks(some, indices, extraction.seed, OUTSIDE)
+
+    masks = torch.cat([shown(part) for part in found.indices.split(IMAGES)])
     ignored = tuple(sorted({*source.ignored, OUTSIDE}))
     return SegmentationData(found.arrays["patches"], masks, ignored, found.indices)
 
