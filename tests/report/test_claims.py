@@ -8,7 +8,7 @@ from quickvit.report.rules import Finding, Verdict, compare, crossing, linear_sa
 from quickvit.report.sample import Sample
 from quickvit.report.tables import TABLES
 
-CONFIRMED, NOT_CONFIRMED, NOT_TESTABLE, NOT_RUN = Verdict
+CONFIRMED, NOT_CONFIRMED, UNDECIDED, NOT_TESTABLE, NOT_RUN = Verdict
 FORWARD, TRAIN = "ViT-Large/16 forward", "ViT-Large/16 deit3 forward + backward"
 
 
@@ -43,8 +43,8 @@ def test_nothing_is_claimed_without_results():
         ((88, 92), (87, 89), True, NOT_CONFIRMED),
         ((90, 90.2), (90.1, 90.3), False, CONFIRMED),
         ((88, 88.2), (90, 90.2), False, NOT_CONFIRMED),
-        ((86, 92), (87, 93), False, NOT_TESTABLE),
-        ((90,), (88, 88.2), True, NOT_TESTABLE),
+        ((86, 92), (87, 93), False, UNDECIDED),
+        ((90,), (88, 88.2), True, UNDECIDED),
         (None, (88, 88.2), True, NOT_RUN),
     ],
 )
@@ -57,9 +57,11 @@ def test_together():
     findings = [Finding(verdict, f"from {verdict}") for verdict in Verdict]
     assert together(findings).verdict == NOT_CONFIRMED
     assert together(findings[:1] + findings[2:]) == Finding(
-        CONFIRMED, "from confirmed here; from not testable at this scale; from not run"
+        CONFIRMED,
+        "from confirmed here; from undecided here; from not testable at this scale; from not run",
     )
-    assert together(findings[2:]).verdict == NOT_TESTABLE
+    assert together(findings[2:]).verdict == UNDECIDED
+    assert together(findings[3:]).verdict == NOT_TESTABLE
     assert together([]) == Finding(NOT_RUN, "")
 
 
@@ -129,17 +131,17 @@ def test_one_seed_does_not_decide_about_blood_cells(bench, add_run):
         add_run("dinov2", name, dataset="cells", poses=poses)
     results = read_results(bench)
     assert judge("most scores of blood cells", results) == Finding(
-        NOT_TESTABLE, "cells: 3 of 3 scores, one seed has no spread"
+        UNDECIDED, "cells: 3 of 3 scores, one seed has no spread"
     )
     assert judge("next to nothing for ViT", results) == Finding(
-        NOT_TESTABLE, "largest change in 1 run: 0.00 points, one seed has no spread"
+        UNDECIDED, "largest change in 1 run: 0.00 points, one seed has no spread"
     )
 
 
 def test_one_seed_does_not_decide_about_turned_photographs(bench, add_run):
     add_run(name="vit")
     assert judge("ViT loses accuracy", read_results(bench)) == Finding(
-        NOT_TESTABLE, "cifar10: −20.00 points, one seed has no spread"
+        UNDECIDED, "cifar10: −20.00 points, one seed has no spread"
     )
 
 
@@ -157,20 +159,20 @@ def test_speed(bench, add_bench):
     add_bench("gpu_linear", "linear", (layer, "octic", 2.6), (layer, "octic", 4.8, {"dtype": "float32"}))
     add_bench("gpu_gelu", "gelu", ("GELU, C = 256, 6272 tokens", "octic", 0.8))
     results = read_results(bench)
-    found = "ViT-Large/16 d8 1.90× (A GPU, batch 64); ViT-Huge/14 d8 2.30× (A GPU, batch 64)"
+    found = "ViT-Large/16 d8 1.90× (A GPU, batch 64, not compiled); ViT-Huge/14 d8 2.30× (A GPU, batch 64, not compiled)"
     assert judge("are faster", results) == Finding(CONFIRMED, found)
     assert judge("grows with their size", Results(results.measurements[2:])).verdict == CONFIRMED
-    slow = "ViT-Large/16 deit3 d8 1.02× (A GPU, batch 64, samples differ by 5%)"
+    slow = "ViT-Large/16 deit3 d8 1.02× (A GPU, batch 64, not compiled, samples differ by 5%)"
     assert judge("train faster", results) == Finding(NOT_CONFIRMED, slow)
     assert judge("full precision", results).verdict == CONFIRMED
-    assert judge("GELU", results) == Finding(NOT_CONFIRMED, "C = 256: +25 %")
+    assert judge("GELU", results) == Finding(NOT_CONFIRMED, "C = 256: +25 % (A GPU)")
 
 
 def test_one_sample_does_not_decide_about_speed(bench, add_bench):
     add_bench("gpu_model", "model", (FORWARD, "d8", 1.9, {"spread": None}))
     finding = judge("are faster", read_results(bench))
     assert finding == Finding(
-        NOT_TESTABLE, "ViT-Large/16 d8 1.90× (A GPU, batch 64, one sample has no spread)"
+        UNDECIDED, "ViT-Large/16 d8 1.90× (A GPU, batch 64, not compiled, one sample has no spread)"
     )
 
 
@@ -187,7 +189,9 @@ def test_speed_of_models_that_were_cut(bench, add_bench):
         settings={"batch": 64, "compile": "default"},
     )
     finding = judge("grows with their size", read_results(bench))
-    assert finding == Finding(CONFIRMED, "ViT-Large/16 1.90×, ViT-Huge/14, 8 blocks 2.10× (A GPU)")
+    assert finding == Finding(
+        CONFIRMED, "ViT-Large/16 1.90×, ViT-Huge/14, 8 blocks 2.10× (A GPU, batch 64, not compiled)"
+    )
     add_bench("gpu_large", "model", (FORWARD, "d8", 2.2))
     assert judge("grows with their size", read_results(bench)).verdict == NOT_CONFIRMED
 

@@ -25,6 +25,7 @@ EMPTY = f'<p class="empty">{NOT_RUN}</p>\n'
 CLASSES = {
     Verdict.CONFIRMED: "confirmed",
     Verdict.NOT_CONFIRMED: "not-confirmed",
+    Verdict.UNDECIDED: "undecided",
     Verdict.NOT_TESTABLE: "not-testable",
     Verdict.NOT_RUN: "not-run",
 }

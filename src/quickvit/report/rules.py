@@ -33,8 +33,8 @@ from quickvit.report.tables.studies import blocks
 
 TOLERANCE = 0.2
 RULE = (
-    "The verdicts are computed. A difference of two means counts if it is larger than twice its standard error over "
-    f"the seeds and than {TOLERANCE} points, by which the paper’s own matches differ."
+    "The verdicts are computed. Two models are called different if their means differ by more than twice the standard "
+    f"error over the seeds and by more than {TOLERANCE} points: the paper calls 84.0 and 84.2 % a match."
 )
 # Seeds that differ by more make a match worthless, in points.
 MARGIN = 1.0
@@ -54,6 +54,7 @@ class Verdict(StrEnum):
 
     CONFIRMED = "confirmed here"
     NOT_CONFIRMED = "not confirmed here"
+    UNDECIDED = "undecided here"
     NOT_TESTABLE = "not testable at this scale"
     NOT_RUN = "not run"
 
@@ -72,7 +73,7 @@ Rule = Callable[[Results], Finding]
 def together(findings: Iterable[Finding]) -> Finding:
     """Confirmed if nothing speaks against it and something for it."""
     found = list(findings)
-    order = (Verdict.NOT_CONFIRMED, Verdict.CONFIRMED, Verdict.NOT_TESTABLE)
+    order = (Verdict.NOT_CONFIRMED, Verdict.CONFIRMED, Verdict.UNDECIDED, Verdict.NOT_TESTABLE)
     verdict = next((v for v in order if any(f.verdict == v for f in found)), Verdict.NOT_RUN)
     return Finding(verdict, "; ".join(f.evidence for f in found if f.evidence))
 
@@ -93,12 +94,12 @@ def compare(samples: Mapping[str, Sample | None], place: str, *, better: bool) -
     evidence = f"{place}: " + ", ".join(f"{name} {s.text(2)}" for name, s in samples.items() if s)
     noise = uncertainty(a, b)
     if noise is None:
-        return Finding(Verdict.NOT_TESTABLE, f"{evidence}, {ONE_SEED}")
+        return Finding(Verdict.UNDECIDED, f"{evidence}, {ONE_SEED}")
     difference, least = a.mean - b.mean, max(noise, TOLERANCE)
     if better:
         return holds(difference > least, evidence)
     if difference >= -least and noise > MARGIN:
-        return Finding(Verdict.NOT_TESTABLE, f"{evidence}, the seeds differ too much")
+        return Finding(Verdict.UNDECIDED, f"{evidence}, the seeds differ too much")
     return holds(difference >= -least, evidence)
 
 
@@ -154,7 +155,7 @@ def loses(family: str) -> Rule:
             if change is not None:
                 evidence = f"{dataset}: {change.text(2, sign=True)} points"
                 if change.spread is None:
-                    findings.append(Finding(Verdict.NOT_TESTABLE, f"{evidence}, {ONE_SEED}"))
+                    findings.append(Finding(Verdict.UNDECIDED, f"{evidence}, {ONE_SEED}"))
                 else:
                     findings.append(holds(change.mean + change.spread < -TOLERANCE, evidence))
         return together(findings)
@@ -177,7 +178,7 @@ def unchanged(study: str, name: str, metric: Metric, limit: float) -> Rule:
         runs = "1 run" if len(found) == 1 else f"{len(found)} runs"
         evidence = f"largest change in {runs}: {max(found):.2f} points"
         if not exact and any(sample.spread is None for sample in samples if sample):
-            return Finding(Verdict.NOT_TESTABLE, f"{evidence}, {ONE_SEED}")
+            return Finding(Verdict.UNDECIDED, f"{evidence}, {ONE_SEED}")
         return holds(max(found) <= limit, evidence)
 
     return rule
@@ -212,7 +213,7 @@ def blood_cells(results: Results) -> Finding:
         if won and certain:
             findings.append(holds(2 * sum(won) > len(won), evidence))
         elif won:
-            findings.append(Finding(Verdict.NOT_TESTABLE, f"{evidence}, {ONE_SEED}"))
+            findings.append(Finding(Verdict.UNDECIDED, f"{evidence}, {ONE_SEED}"))
     return together(findings)
 
 
@@ -273,6 +274,12 @@ def _gpu_rows(
             yield measurement, row, match, row.ratio
 
 
+def _where(measurement: Measurement) -> str:
+    """On what it was measured, and how."""
+    compiled = "not compiled" if measurement.compile == "none" else f"compile {measurement.compile}"
+    return f"{measurement.source.hardware}, batch {measurement.batch}, {compiled}"
+
+
 def faster(benchmark: str, pattern: re.Pattern[str], families: tuple[str, ...]) -> Rule:
     """Whether all of these were faster than timm's ViT on a GPU, by more than the spread of the samples."""
 
@@ -281,10 +288,10 @@ def faster(benchmark: str, pattern: re.Pattern[str], families: tuple[str, ...]) 
         for measurement, row, match, ratio in _gpu_rows(results, benchmark, pattern):
             if row.name in families and row.dtype in HALF:
                 words = f"{' '.join(match.groups())} {row.name} {times(ratio)}"
-                where = f"{measurement.source.hardware}, batch {measurement.batch}"
+                where = _where(measurement)
                 if row.spread is None:
                     evidence = f"{words} ({where}, one sample has no spread)"
-                    findings.append(Finding(Verdict.NOT_TESTABLE, evidence))
+                    findings.append(Finding(Verdict.UNDECIDED, evidence))
                     continue
                 larger = ratio > 1 + row.spread
                 doubt = "" if larger else f", samples differ by {row.spread:.0%}"
@@ -299,35 +306,35 @@ def speed_grows(results: Results) -> Finding:
 
     Models may be cut to fewer blocks, which all are alike; the one with the most counts.
     """
-    found: dict[tuple[str, str, str, str], dict[str, tuple[float, str, float]]] = defaultdict(dict)
+    found: dict[tuple[str, str], dict[str, tuple[float, str, float]]] = defaultdict(dict)
     for measurement, row, match, ratio in _gpu_rows(results, "model", FORWARD):
         if row.name == "d8" and row.dtype in HALF:
-            way = measurement.source.hardware, row.dtype, measurement.batch, measurement.compile
+            way = _where(measurement), row.dtype
             model, _, cut = match[1].partition(", ")
             entry = float(cut.split()[0]) if cut else math.inf, match[1], ratio
             found[way][model] = max(found[way].get(model, entry), entry)
     findings = []
-    for (hardware, *_), models in found.items():
+    for (where, _), models in found.items():
         sizes = [label for size in paper.SCALING.rows if (label := paper_shape(size).label) in models]
         if len(sizes) > 1:
             ratios = [models[size][2] for size in sizes]
             words = ", ".join(f"{models[size][1]} {times(models[size][2])}" for size in sizes)
-            findings.append(holds(ratios == sorted(ratios), f"{words} ({hardware})"))
+            findings.append(holds(ratios == sorted(ratios), f"{words} ({where})"))
     return together(findings)
 
 
 def full_precision(results: Results) -> Finding:
     """Whether an octic layer's speed-up is larger in float32 than in half precision, width by width."""
-    ratios: dict[tuple[str, str], dict[str | None, float]] = defaultdict(dict)
+    ratios: dict[tuple[str, str, str], dict[str | None, float]] = defaultdict(dict)
     for measurement, row, match, ratio in _gpu_rows(results, "linear", LINEAR):
         if row.name == "octic":
-            ratios[measurement.source.file, match[1]][row.dtype] = ratio
+            ratios[measurement.source.file, measurement.source.hardware, match[1]][row.dtype] = ratio
     return together(
         holds(
             found["float32"] > max(half),
-            f"C = {width}: {times(found['float32'])} in float32, {times(max(half))} in half precision",
+            f"C = {width}: {times(found['float32'])} in float32, {times(max(half))} in half precision ({hardware})",
         )
-        for (_, width), found in ratios.items()
+        for (_, hardware, width), found in ratios.items()
         if "float32" in found and (half := [found[dtype] for dtype in HALF if dtype in found])
     )
 
@@ -335,7 +342,10 @@ def full_precision(results: Results) -> Finding:
 def cheap_gelu(results: Results) -> Finding:
     """Whether octic GELU took at most a few per cent longer at every width."""
     return together(
-        holds(1 / ratio <= FEW_PERCENT, f"C = {match[2]}: {number(100 / ratio - 100, 0, sign=True)} %")
-        for _, row, match, ratio in _gpu_rows(results, "gelu", LAYER)
+        holds(
+            1 / ratio <= FEW_PERCENT,
+            f"C = {match[2]}: {number(100 / ratio - 100, 0, sign=True)} % ({measurement.source.hardware})",
+        )
+        for measurement, row, match, ratio in _gpu_rows(results, "gelu", LAYER)
         if match[1] == "GELU" and row.name == "octic"
     )

@@ -11,6 +11,10 @@ from quickvit.report.table import HERE, NOT_RUN, NOTHING, Column, Table, unique
 LABELS = {"accuracy": "Acc (%)", "weighted_f1": "wF1 (%)", "balanced_accuracy": "bAcc (%)"}
 MASKS = {"mean_iou": "mIoU (%)", "pixel_accuracy": "pixels (%)"}
 POSES = ("90°", "mirrored", QUARTER, SLANTED)
+NOTE = (
+    "Models have the names that they were given; the commands say what each is, and where options differ from the "
+    "protocol's."
+)
 COMMANDS = ("benchmarks/study/frozen.sh PBC CAMVID benchmarks/frozen NAME=MODEL",)
 
 
@@ -65,7 +69,9 @@ def _table(
     head = (Column("data"), Column("model"), Column("classifier"))
     missing = ((NOTHING,) * len(head) + (NOT_RUN,) * len(columns),)
     sources = unique(evaluation.source for evaluation in shown)
-    return Table(id, title, (*head, *columns), tuple(rows) or missing, sources=sources, commands=COMMANDS)
+    return Table(
+        id, title, (*head, *columns), tuple(rows) or missing, note=NOTE, sources=sources, commands=COMMANDS
+    )
 
 
 def _name(evaluation: Evaluation, classifier: str) -> str:

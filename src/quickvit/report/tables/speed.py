@@ -83,7 +83,7 @@ def block_speed(results: Results) -> Table:
             for line in found
         ),
         note="A single block, forward without gradients, and forward and backward with autocast. In a model of many "
-        "a norm adds what the block before it left to add, which one alone cannot.",
+        "the residual sum of a block is one pass with the first norm of the next, which one alone cannot have.",
         sources=sources(found),
         commands=(
             "quickvit bench block --sizes large huge --families d8 --compile reduce-overhead "
