@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from quickvit import save_checkpoint
+from quickvit import load_checkpoint, save_checkpoint
 from quickvit.cli.explore import _changing, _classes_in_turn, _pool
 from quickvit.data import Sample, Unreadable
 from quickvit.models import create_model
 from quickvit.models.checkpoints import save_weights
+from quickvit.models.declared import declare
 from quickvit.models.standard import standard_config
 from quickvit.report.exploration_file import read_exploration
 
@@ -62,6 +63,32 @@ def test_a_page(run, models):
     )
     assert (found.credit, found.source.command[:17]) == ("Me.", "quickvit explore ")
     assert "Me." in out.read_text()
+
+
+def test_classes_have_the_names_that_the_model_knows(run, models):
+    model = load_checkpoint(models / "i8.safetensors")
+    declare(model, label_names=[*map(str, reversed(range(10)))])
+    save_checkpoint(model, models / "named.safetensors")
+    options = (
+        "--data",
+        "digits",
+        "--images",
+        3,
+        "--out",
+        models / "page.html",
+        "--save",
+        models / "saved.json",
+    )
+    code, _, _ = run(
+        "explore", models / "named.safetensors", "--baseline", models / "named.safetensors", *options
+    )
+    assert code == 0
+    found = read_exploration(models / "saved.json")
+    assert found.classes == tuple(map(str, reversed(range(10))))
+    _, _, error = run(
+        "explore", models / "named.safetensors", "--baseline", models / "vit.safetensors", *options
+    )
+    assert "have their classes in different orders" in error
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import nn
 from quickvit import QuickVisionTransformer
 from quickvit.data import EvalLoader, eval_transform, open_source, preprocessing
 from quickvit.evaluate import POSES, Pose, cut_circle, measure_accuracy, rotate
+from quickvit.models.declared import declare
 from quickvit.testing import randomize
 from quickvit.train.distributed import World
 
@@ -151,6 +152,48 @@ def test_few_classes_have_no_top_5(tmp_path, digits):
     report = measure_accuracy(Constant(0.0, 1.0), open_source(tmp_path), eval_transform(8))
     assert report.rows[0].top1 == pytest.approx(2 / 3)
     assert report.rows[0].top5 is None
+
+
+def named(source, folder, names):
+    """Some digits in folders with these names for their classes."""
+    for index in range(40):
+        sample = source.read(index)
+        if sample.target in names:
+            place = folder / names[sample.target]
+            place.mkdir(parents=True, exist_ok=True)
+            sample.image.save(place / f"{index}.png")
+    return open_source(folder, "all")
+
+
+def test_classes_are_brought_together_by_their_names(digits, tmp_path, caplog):
+    """Data may write a name in capital letters, which come first, have fewer, or none that are known."""
+    model, names = classifier(num_classes=3), ("one", "three", "two")
+    numbers = dict(enumerate(("one", "two", "three"), 1))
+    transform = eval_transform(32)
+    data = named(digits, tmp_path / "same", numbers)
+    expected = measure_accuracy(model, data, transform).rows[0].top1
+    declare(model, label_names=names)
+    assert measure_accuracy(model, data, transform).rows[0].top1 == expected
+    declare(model, label_names=("one", "three", "Two"))
+    other = named(digits, tmp_path / "other", {**numbers, 2: "Two"})
+    assert other.classes == ("Two", "one", "three")
+    assert measure_accuracy(model, other, transform).rows[0].top1 == expected
+
+    part = named(digits, tmp_path / "part", {3: "three"})
+    found, _ = logits(model, part)
+    assert measure_accuracy(model, part, transform).rows[0].top1 == (found.argmax(1) == 1).float().mean()
+    with pytest.raises(
+        ValueError, match=r"not trained on the classes 'two' of .*; it knows 'one', 'three', 'Two'"
+    ):
+        measure_accuracy(model, data, transform)
+
+    assert not caplog.records
+    foreign = named(digits, tmp_path / "foreign", {1: "n01", 2: "n03", 3: "n02"})
+    assert measure_accuracy(model, foreign, transform).rows[0].top1 == expected
+    assert "names none of the model's classes" in caplog.text
+    few = named(digits, tmp_path / "few", {1: "n01", 2: "n03"})
+    with pytest.raises(ValueError, match=r"tells 3 classes apart, .*few.* has 2 others, 'n01', 'n03'"):
+        measure_accuracy(model, few, transform)
 
 
 def test_wrong_models_and_data_are_named(digits, tmp_path):

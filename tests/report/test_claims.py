@@ -159,7 +159,8 @@ def test_speed(bench, add_bench):
     add_bench("gpu_linear", "linear", (layer, "octic", 2.6), (layer, "octic", 4.8, {"dtype": "float32"}))
     add_bench("gpu_gelu", "gelu", ("GELU, C = 256, 6272 tokens", "octic", 0.8))
     results = read_results(bench)
-    found = "ViT-Large/16 d8 1.90× (A GPU, batch 64, not compiled); ViT-Huge/14 d8 2.30× (A GPU, batch 64, not compiled)"
+    where = "(A GPU, batch 64, not compiled)"
+    found = f"ViT-Large/16 d8 1.90× {where}; ViT-Huge/14 d8 2.30× {where}"
     assert judge("are faster", results) == Finding(CONFIRMED, found)
     assert judge("grows with their size", Results(results.measurements[2:])).verdict == CONFIRMED
     slow = "ViT-Large/16 deit3 d8 1.02× (A GPU, batch 64, not compiled, samples differ by 5%)"

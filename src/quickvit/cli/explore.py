@@ -17,6 +17,7 @@ from quickvit.cli.arguments import add_data
 from quickvit.cli.build import choose_device, load_model
 from quickvit.cli.command import Command
 from quickvit.data import Sample, Source, Unreadable, open_source
+from quickvit.evaluate.labels import class_names, class_numbers
 from quickvit.provenance import surroundings
 from quickvit.report.exploration import ask_in_poses, model_name
 from quickvit.report.exploration import explore as explore_images
@@ -34,6 +35,9 @@ def explore(arguments: Namespace) -> int:
     device = choose_device(arguments.device)
     model, baseline = (load_model(name).to(device) for name in (arguments.model, arguments.baseline))
     source = open_source(arguments.data, arguments.split)
+    numbers, others = (class_numbers(each, source.classes, source.name) for each in (model, baseline))
+    if numbers != others:
+        raise ValueError(f"{arguments.model} and {arguments.baseline} have their classes in different orders")
     pool = _classes_in_turn(_pool(source, arguments.images))
     turned = list(islice(_changing(baseline, pool[arguments.images :]), arguments.changing))
     samples = pool[: arguments.images] + turned
@@ -41,8 +45,8 @@ def explore(arguments: Namespace) -> int:
         model,
         baseline,
         [sample.image for sample in samples],
-        source.classes,
-        [sample.target for sample in samples],
+        class_names(model) or source.classes,
+        [numbers[sample.target] for sample in samples],
         channels=arguments.channels,
         progress=True,
     )

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from quickvit.data import Batch, EvalLoader, PixelTransform, Source
 from quickvit.data.loader import MAX_UNREADABLE
 from quickvit.data.sources.base import UNLABELLED
+from quickvit.evaluate.labels import class_names, class_numbers
 from quickvit.evaluate.rotation import UPRIGHT, Pose, cut_circle
 from quickvit.train.distributed import World
 
@@ -59,6 +60,7 @@ def measure_accuracy(
 ) -> AccuracyReport:
     """The accuracies of a model, wherever it is, over all ranks together; every image is read once and counts once.
 
+    Classes are brought together by their names, see `class_numbers`.
     dtype: bfloat16 for autocast. circle: hide what lies outside of the largest circle. seed: of random poses.
     max_unreadable: a number of images, or below 1 a fraction of the source.
     """
@@ -67,6 +69,8 @@ def measure_accuracy(
     world = world or World()
     weight = next(model.parameters())
     device = weight.device
+    numbers = torch.tensor(class_numbers(model, source.classes, source.name), device=device)
+    answers = len(class_names(model)) or len(source.classes)
     loader = EvalLoader(
         source,
         transform,
@@ -90,16 +94,17 @@ def measure_accuracy(
         for batch in world.together(tqdm(loader, f"accuracy on {source.name}", unit="batch", disable=quiet)):
             images += 0 if batch is None else len(batch.images)
             shown, targets, indices = batch or idle
+            targets = torch.where(targets == UNLABELLED, UNLABELLED, numbers[targets])
             shown = cut_circle(shown) if circle else shown
             for row, pose in zip(counts, poses, strict=True):
                 turned = pose.show(shown, indices, seed).to(weight.dtype)
                 with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
                     logits = model(turned)
-                row += _count(logits, targets, len(source.classes))
+                row += _count(logits, targets, answers)
     finally:
         model.train(training)
     parts = world.gather((counts.tolist(), images, loader.unreadable))
-    return _report(parts, poses, source)
+    return _report(parts, poses, source, answers)
 
 
 def _count(logits: Tensor, targets: Tensor, classes: int) -> Tensor:
@@ -114,7 +119,10 @@ def _count(logits: Tensor, targets: Tensor, classes: int) -> Tensor:
 
 
 def _report(
-    parts: Sequence[tuple[list[list[int]], int, list[tuple[str, str]]]], poses: Sequence[Pose], source: Source
+    parts: Sequence[tuple[list[list[int]], int, list[tuple[str, str]]]],
+    poses: Sequence[Pose],
+    source: Source,
+    answers: int,
 ) -> AccuracyReport:
     """The sum of what the ranks counted."""
     counts = torch.tensor([part[0] for part in parts]).sum(0).tolist()
@@ -126,7 +134,7 @@ def _report(
         raise ValueError(
             f"the model's outputs are not finite for {wrong} of the {images} images of {source.name}"
         )
-    several = len(source.classes) > SEVERAL
+    several = answers > SEVERAL
     rows = [
         Accuracy(pose, first / images, among / images if several else None)
         for pose, (first, among, _) in zip(poses, counts, strict=True)

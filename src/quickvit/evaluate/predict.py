@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quickvit.evaluate.features import embed_images
-from quickvit.models.declared import LABELS, declared
+from quickvit.evaluate.labels import class_names
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ def predict_images(model: nn.Module, images: Iterable[str | Path], **options: An
             "the model has no head, num_classes is 0: train one, or use embed_images for its features"
         )
     found = embed_images(model, images, **options)
-    names = declared(model).get(LABELS) or ()
-    classes = tuple(names) if len(names) == number else tuple(map(str, range(number)))
+    classes = class_names(model) or tuple(map(str, range(number)))
     shares = torch.from_numpy(found.features).softmax(-1) if found.paths else torch.zeros(0, number)
     return Answers(shares, classes, found.paths, found.skipped)

@@ -33,8 +33,8 @@ from quickvit.report.tables.studies import blocks
 
 TOLERANCE = 0.2
 RULE = (
-    "The verdicts are computed. Two models are called different if their means differ by more than twice the standard "
-    f"error over the seeds and by more than {TOLERANCE} points: the paper calls 84.0 and 84.2 % a match."
+    "The verdicts are computed. Two models are called different if their means differ by more than twice the "
+    f"standard error over the seeds and by more than {TOLERANCE} points: the paper calls 84.0 and 84.2 % a match."
 )
 # Seeds that differ by more make a match worthless, in points.
 MARGIN = 1.0

@@ -74,8 +74,8 @@ def frozen_features(results: Results) -> Table:
         (Column("model"), Column("family"), Column("data"), *headings(SCORES)),
         tuple(rows),
         quotation(paper.DINOV2),
-        "Accuracy; mean IoU on ADE20K and VOC 2012. On blood cells, linear and k-NN are the logistic regression and the "
-        "20 nearest neighbours of DinoBloom's protocol, see the next table; the paper's are those of DINOv2's.",
+        "Accuracy; mean IoU on ADE20K and VOC 2012. On blood cells, linear and k-NN are the logistic regression and "
+        "the 20 nearest neighbours of DinoBloom's protocol, see the next table; the paper's are those of DINOv2's.",
         unique(run.source for run in results.study(STUDY)),
         COMMANDS,
     )
