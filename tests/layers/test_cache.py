@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, stack_module_state, vmap
 
 from quickvit.layers import OcticLift
@@ -43,6 +44,15 @@ def test_writes_to_what_is_kept_last_for_no_other_call(lift):
     first = lift.kernel().clone()
     lift.kernel().zero_()
     torch.testing.assert_close(lift.kernel(), first)
+
+
+@torch.no_grad()
+def test_fake_tensors_are_not_kept(lift):
+    first = lift.kernel()
+    for again in (lift, lift.eval()):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            again.kernel()
+        torch.testing.assert_close(again.kernel(), first)
 
 
 def test_functions_that_are_applied_see_the_parameters_themselves(lift):

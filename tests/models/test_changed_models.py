@@ -4,9 +4,12 @@ import pytest
 import torch
 from tiny_models import images, tiny
 from torch import nn
+from torch.fx import symbolic_trace
+from torch.nn.modules.module import register_module_forward_hook
 
-from quickvit import QuickVisionTransformer
+from quickvit import QuickVisionTransformer, act_on_image
 from quickvit.layers import OcticDropout, OcticLinear
+from quickvit.testing import assert_invariant
 
 LAYERS = ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"]
 PARTS = [*LAYERS, "attn", "mlp", "norm1", "norm2", "ls1", "ls2", "attn.proj_drop", "mlp.drop1"]
@@ -227,3 +230,54 @@ def test_a_norm_over_tokens_sees_them_all():
     x = images(net)
     torch.testing.assert_close(net(x), net.forward_head(net.forward_features(x)))
     assert net(x).std() > 0
+
+
+@pytest.mark.parametrize(("family", "left"), [("d8", 3), ("d8", 1), ("i8", 3), ("i8", 1)])
+def test_fewer_blocks_are_still_invariant(family, left):
+    net = tiny(family).double().eval()
+    net.blocks = net.blocks[:left]
+    assert_invariant(net, images(net), act_on_image)
+
+
+def test_blocks_that_are_not_octic_where_they_should_be_are_named():
+    net = tiny("i8").double().eval()
+    net.blocks = net.blocks[1:]
+    with pytest.raises(ValueError, match="block 1 is a standard one, but octic_depth says 2 octic ones"):
+        net(images(net))
+
+
+def test_hooks_of_all_modules_see_all_of_them():
+    net = tiny("i8").double().eval()
+    x, seen = images(net), {}
+    names = {module: name for name, module in net.named_modules()}
+
+    def note(module, args, result):
+        seen[names[module]] = result
+
+    expected = net(x)
+    handle = register_module_forward_hook(note)
+    try:
+        torch.testing.assert_close(net(x), expected)
+    finally:
+        handle.remove()
+    assert {
+        f"blocks.{i}.{part}" for i in range(4) for part in (*LAYERS, "attn", "mlp", "norm2")
+    } <= seen.keys()
+    assert all(seen[f"blocks.{i}"].shape == (4, 17, 32) for i in range(4))
+
+
+def test_overrides_behind_the_last_block_see_all_tokens():
+    net = tiny("i8").double().eval()
+    x, seen, forward = images(net), [], net.norm.forward
+    net.norm.forward = lambda tokens: seen.append(tokens.shape) or forward(tokens)
+    net(x)
+    assert seen == [(4, 17, 32)]
+
+
+def test_generated_code_inside_blocks_runs():
+    net = tiny("d8").double().eval()
+    x = images(net)
+    net.blocks[0].mlp = nn.Sequential(nn.Linear(32, 32), nn.GELU()).double()
+    expected = net(x)
+    net.blocks[0].mlp = symbolic_trace(net.blocks[0].mlp)
+    torch.testing.assert_close(net(x), expected)

@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 from timm.data import resolve_data_config
+from timm.models import save_for_hf
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
 import quickvit
@@ -55,7 +56,6 @@ def test_default_configuration(name):
     assert config["architecture"] == name
     state = model.state_dict()
     assert config["classifier"] + ".weight" in state
-    assert any(key.startswith(config["first_conv"]) for key in state)
     x = torch.randn(1, *config["input_size"])
     tokens = model.forward_features(x)
     grid = 224 // model.patch_size
@@ -172,3 +172,23 @@ def test_baselines_match_in_size():
     assert baseline(torch.randn(1, 3, 224, 224)).shape == (1, 1000)
     with pytest.raises(ValueError, match="enormous"):
         quickvit.create_baseline("enormous")
+
+
+@pytest.mark.parametrize("lift", ["octic", "free"])
+@pytest.mark.parametrize("channels", [1, 3, 6])
+def test_weights_are_fitted_to_other_channels(channels, lift, tmp_path):
+    """A grey image in all channels has the same features as in one."""
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 2, "lift": lift}
+    model = timm.create_model("quickvit_h8_tiny_patch16_224", num_classes=5, **options)
+    save_for_hf(model, tmp_path, model_args={**options, "num_classes": 5})
+    other = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, in_chans=channels)
+    grey = torch.randn(2, 1, 32, 32)
+    expected = model.patch_embed(grey.expand(-1, 3, -1, -1))
+    torch.testing.assert_close(other.patch_embed(grey.expand(-1, channels, -1, -1)), expected)
+
+
+def test_patches_may_be_given_by_two_sides():
+    model = timm.create_model("quickvit_h8_tiny_patch16_224", patch_size=(8, 8), img_size=32, depth=1)
+    assert model.patch_size == model.config["patch_size"] == 8
+    with pytest.raises(ValueError, match="patches must be square, got patch_size 8×16"):
+        timm.create_model("quickvit_h8_tiny_patch16_224", patch_size=(8, 16), img_size=32, depth=1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from quickvit.group import D8, DihedralGroup, Layout
 from quickvit.layers.attention import OcticAttention
 from quickvit.layers.depth import Kept, keep
-from quickvit.layers.hooks import are_called
+from quickvit.layers.hooks import are_called, is_ours, is_watched
 from quickvit.layers.mlp import OcticMlp
 from quickvit.layers.norm import OcticLayerNorm, OcticLayerScale
 from quickvit.ops.norm import residual
@@ -28,6 +28,16 @@ class Pending(NamedTuple):
     scale: Tensor | None
     sample_scale: Tensor | None
     added: Rows | None
+
+
+def takes_pending(block: nn.Module) -> bool:
+    """Whether a block can take what the block before left to add, and leave its own to the next.
+
+    One with hooks cannot: they look at tokens, or free the parameters that are still to be added (FSDP's).
+    """
+    inside = block._modules.get("_orig_mod") or block  # of torch.compile(block)
+    octic = isinstance(inside, OcticBlock) and is_ours(inside)
+    return octic and not (is_watched(block) or is_watched(inside))
 
 
 class OcticBlock(nn.Module):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 
 class _Kept(NamedTuple):
@@ -50,6 +51,11 @@ class DerivedTensor(nn.Module):
     def _derive(self, parameter: Tensor, compute: Callable[[], Tensor], *key: Hashable) -> Tensor:
         """compute(), or what it gave before if parameter and key have not changed."""
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return compute()
+        # Fake tensors are not for other calls. A CUDA graph would go on with what it was recorded with, whatever
+        # becomes of the parameter.
+        recorded = parameter.is_cuda and torch.cuda.is_current_stream_capturing()
+        if recorded or detect_fake_mode() is not None:
             return compute()
         # What is no parameter is there for one call: a parametrization's result, say, or a traced argument.
         if not isinstance(parameter, nn.Parameter) or parameter.is_inference():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules import module as everywhere
 
 
 def are_called(*modules: nn.Module | None) -> bool:
@@ -20,20 +21,26 @@ def are_called(*modules: nn.Module | None) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a hook of a module wants to see what goes in, what comes out, or its gradient."""
+    """Whether a hook of a module, or of all, wants to see what goes in, what comes out, or its gradient."""
+    if (
+        everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
+    ):
+        return True
+    return has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own."""
     forward = module._forward_pre_hooks or module._forward_hooks
     return bool(forward or module._backward_pre_hooks or module._backward_hooks)
 
 
 def is_ours(module: nn.Module) -> bool:
     """Whether a module computes what a layer of this library does: no wrapper, no adapter, no override."""
-    return "forward" not in module.__dict__ and type(module).forward.__module__.startswith("quickvit.layers.")
-
-
-def takes_pending(block: nn.Module) -> bool:
-    """Whether a block can take what the block before left to add, and leave its own to the next.
-
-    One with hooks cannot: they look at tokens, or free the parameters that are still to be added (FSDP's).
-    """
-    inside = block._modules.get("_orig_mod") or block  # of torch.compile(block)
-    return is_ours(inside) and not (is_watched(block) or is_watched(inside))
+    if "forward" in module.__dict__:
+        return False
+    # Code that was generated is in no module.
+    return (type(module).forward.__module__ or "").startswith("quickvit.layers.")

@@ -32,7 +32,8 @@ from quickvit.layers import (
     StandardAttention,
     StandardBlock,
 )
-from quickvit.layers.hooks import is_watched, takes_pending
+from quickvit.layers.block import takes_pending
+from quickvit.layers.hooks import has_hooks
 from quickvit.layers.linear import STANDARD_STD
 from quickvit.models.declared import LABELS, declare, declared
 from quickvit.ops.packing import Shapes, pack, unpack
@@ -109,7 +110,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
     def __init__(
         self,
         img_size: int | tuple[int, int] = 224,
-        patch_size: int = 16,
+        patch_size: int | tuple[int, int] = 16,
         in_chans: int = 3,
         num_classes: int = 1000,
         global_pool: str = "token",
@@ -141,6 +142,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
     ) -> None:
         # JSON, and so a checkpoint, knows no integers of numpy.
         num_classes = index(num_classes)
+        patch_size = _side(patch_size)
         config = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self.config: dict[str, Any] = config
@@ -511,13 +513,17 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         return x.to(dtype or x.dtype), shapes
 
     def _tokens_are_seen(self) -> bool:
-        """Whether somebody else's code meets the tokens after the last block."""
+        """Whether somebody else's code meets the tokens after the last block.
+
+        Hooks of all modules do not count: those that count FLOPs should see what is computed without them.
+        """
         methods = ("forward_features", "forward_head", "pool")
         own = (getattr(type(self), name) is getattr(QuickVisionTransformer, name) for name in methods)
         if not all(own) or any(name in self.__dict__ for name in methods):
             return True
         after = [self.norm] if self.invariant is None else [self.norm, *self.invariant.modules()]
-        return not isinstance(self.norm, nn.LayerNorm | nn.Identity) or any(map(is_watched, after))
+        changed = any(has_hooks(module) or "forward" in module.__dict__ for module in after)
+        return changed or not isinstance(self.norm, nn.LayerNorm | nn.Identity)
 
     def _leave(self, x: Tensor) -> Tensor:
         """Leave the octic part: by the invariant, or (hybrids) by simply reading the channels as standard ones."""
@@ -538,13 +544,19 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         taken: list[Tensor] = []
         pending: Pending | None = None
         blocks = self.blocks[:stop]
+        # Whoever takes blocks from the end shortens the octic part, and leaves it all the same.
+        octic_depth = min(self.octic_depth, len(self.blocks))
         packed = {} if shapes is None else {"shapes": shapes}
-        if self.octic_depth == 0:
+        if octic_depth == 0:
             x = self._leave(x)
         for i, block in enumerate(blocks):
-            if i < self.octic_depth and takes_pending(block):
+            if i < octic_depth and isinstance(block, StandardBlock):
+                raise ValueError(
+                    f"block {i} is a standard one, but octic_depth says {self.octic_depth} octic ones"
+                )
+            if i < octic_depth and takes_pending(block):
                 # The next norm adds this block's last branch in its own pass, unless somebody looks at x before.
-                last = i + 1 == min(self.octic_depth, len(blocks))
+                last = i + 1 == min(octic_depth, len(blocks))
                 defer = not (last or i in take) and takes_pending(blocks[i + 1])
                 out = self._call(block, x, pending, defer=defer, **packed)
                 x, pending = out if defer else (out, None)
@@ -552,7 +564,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
                 x = self._call(block, x, **packed)
             if i + 1 == len(blocks):
                 x = x[:, :first]
-            if i + 1 == self.octic_depth:
+            if i + 1 == octic_depth:
                 x = self._leave(x)
             if i in take:
                 taken.append(x)
@@ -567,6 +579,14 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
 def _family(name: str) -> Family:
     _require(name in FAMILIES, f"unknown family {name!r}; expected one of {', '.join(FAMILIES)}")
     return FAMILIES[name]
+
+
+def _side(patch_size: int | tuple[int, int]) -> int:
+    if isinstance(patch_size, int):
+        return patch_size
+    height, width = patch_size
+    _require(height == width, f"patches must be square, got patch_size {height}×{width}")
+    return height
 
 
 def _require(condition: bool, message: str) -> None:

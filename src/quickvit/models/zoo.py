@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import timm
+import torch
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import (
     build_model_with_cfg,
@@ -17,6 +18,7 @@ from timm.models import (
     register_model,
 )
 from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor
 
 from quickvit.layers import StandardBlock
 from quickvit.models.declared import declare
@@ -119,6 +121,23 @@ def _require_vit(name: str) -> None:
         raise ValueError(f"{name} is neither a Quick ViT nor a ViT of timm")
 
 
+def _with_channels(state: dict[str, Tensor], model: QuickVisionTransformer) -> dict[str, Tensor]:
+    """Weights for images with another number of channels, as timm has them: summed for one, else repeated.
+
+    timm's own function is for weights of four dimensions only, and would leave these to chance.
+    """
+    channels, fitted = model.config["in_chans"], dict(state)
+    # Of an octic and of a free lift.
+    for name in {"patch_embed.weight", "patch_embed.conv.weight"} & state.keys():
+        weight = state[name]
+        given = weight.shape[-3]
+        if channels == 1:
+            fitted[name] = weight.sum(-3, keepdim=True)
+        elif channels != given:
+            fitted[name] = weight[..., torch.arange(channels) % given, :, :] * (given / channels)
+    return fitted
+
+
 def _register(name: str, family: str, size: str, patch_size: int) -> None:
     """Register a constructor under `name` with timm."""
     arguments = {
@@ -134,6 +153,7 @@ def _register(name: str, family: str, size: str, patch_size: int) -> None:
             QuickVisionTransformer,
             name,
             pretrained,
+            pretrained_filter_fn=_with_channels,
             feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
             **{**arguments, **kwargs},
         )
@@ -158,7 +178,6 @@ _CONFIGURATION = {
     "mean": IMAGENET_DEFAULT_MEAN,
     "std": IMAGENET_DEFAULT_STD,
     "fixed_input_size": True,
-    "first_conv": "patch_embed",
     "classifier": "head",
     "license": "apache-2.0",
 }
