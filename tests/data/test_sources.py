@@ -251,6 +251,30 @@ def test_shards_may_be_listed_or_lie_in_folders(shards):
         open_source(f"wds/{shards}")
 
 
+def test_a_split_is_a_whole_word_of_the_name_of_a_shard(shards):
+    for split in ("train", "val"):
+        for path in sorted(shards.glob(f"set-{split}-*.tar")):
+            number = path.stem[-1]
+            path.rename(shards / f"larval_strain_{split.upper()}{number}.tar")
+    for split in ("train", "val"):
+        source = open_source(f"wds/{shards}", split)
+        assert source.shards == tuple(f"{shards}/larval_strain_{split.upper()}{i}.tar" for i in range(3))
+    (shards / "larval_strain_VAL0.tar").rename(shards / "train-val-0.tar")
+    for split in ("train", "val"):
+        with pytest.raises(
+            ValueError, match=r"train-val-0.tar is named after the splits train, val; expected"
+        ):
+            open_source(f"wds/{shards}", split)
+    (shards / "Val").mkdir()
+    (shards / "train-val-0.tar").rename(shards / "Val" / "train-val-0.tar")
+    assert len(open_source(f"wds/{shards}", "val")) == 1
+    assert len(open_source(f"wds/{shards}")) == 3
+    for path in shards.glob("*TRAIN*.tar"):
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match="no shards of the train split: expected train/"):
+        open_source(f"wds/{shards}")
+
+
 def test_broken_shards_are_named(shards, tmp_path):
     with pytest.raises(FileNotFoundError, match="has no shards of the train split: expected train/"):
         open_source(f"wds/{tmp_path / 'data'}")

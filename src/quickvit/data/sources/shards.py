@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from quickvit.data.sources.folder import read_class_list
 
 LABEL = ".cls"
 INFO = ("_info.json", "info.json")
+# What each word stands for in the name of a shard; "test" serves for validation, and is still a test split.
+OWN_SPLIT = {word: split for split, words in SPLITS.items() for word in words}
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +61,7 @@ class ShardSource:
 
 
 def open_shards(folder: Path, split: str, *, labelled: bool = True) -> ShardSource:
-    """The samples of a split, in the shards that FOLDER/_info.json lists, in FOLDER/SPLIT or named after it."""
+    """The samples of a split: of the shards that FOLDER/_info.json lists, in FOLDER/SPLIT, or of that word's name."""
     shards = _find_shards(folder, split)
     where, keys, targets = [], [], []
     for number, shard in enumerate(
@@ -89,11 +92,35 @@ def _find_shards(folder: Path, split: str) -> list[Path]:
     for info in (folder / name for name in INFO):
         if info.is_file() and split != ALL:
             return _named_shards(info, names)
-    patterns = ("**/*.tar",) if split == ALL else [p for n in names for p in (f"{n}/*.tar", f"*{n}*.tar")]
-    for pattern in patterns:
-        if found := sorted(folder.glob(pattern)):
-            return found
-    raise FileNotFoundError(f"{folder} has no shards of the {split} split: expected {', '.join(patterns)}")
+    expected = "*.tar"
+    if split == ALL:
+        found = sorted(folder.glob("**/*.tar"))
+    else:
+        found = next(filter(None, (_shards_called(folder, name) for name in names)), [])
+        expected = (
+            f"{', '.join(f'{name}/*.tar' for name in names)}, or one of these words in the names of files"
+        )
+    if not found:
+        raise FileNotFoundError(f"{folder} has no shards of the {split} split: expected {expected}")
+    return found
+
+
+def _shards_called(folder: Path, name: str) -> list[Path]:
+    """The shards in FOLDER/NAME, or those in FOLDER that have this word in their name, in any case of letters."""
+    if inside := sorted(path for path in folder.glob("*/*.tar") if path.parent.name.lower() == name):
+        return inside
+    found = []
+    for path in sorted(folder.glob("*.tar")):
+        # Whole words: "strain" is no training split, and "larval" no validation split.
+        words = set(re.findall(r"[^\W\d_]+", path.stem.lower()))
+        if name in words:
+            found.append(path)
+            if len(splits := {split for word, split in OWN_SPLIT.items() if word in words}) > 1:
+                raise ValueError(
+                    f"{path} is named after the splits {', '.join(sorted(splits))}; expected one. Rename it, or "
+                    f"move the shards of a split into a folder of its name"
+                )
+    return found
 
 
 def _named_shards(info: Path, names: tuple[str, ...]) -> list[Path]:
