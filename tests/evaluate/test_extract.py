@@ -1,6 +1,7 @@
 """Features of a source: those of the model, computed once, resumed, repaired, and shared between processes."""
 
 import copy
+import tarfile
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from PIL import Image
 
 from quickvit import QuickVisionTransformer, create_baseline
-from quickvit.data import eval_transform, open_source
+from quickvit.data import cache, eval_transform, mix, open_source
+from quickvit.data.sources.libraries import TorchvisionSource
 from quickvit.evaluate import store as store_module
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.extract import Extraction, describe_source, extract
@@ -225,6 +227,47 @@ def test_other_weights_transforms_and_data_have_their_own_features(source, folde
 def test_targets_are_part_of_a_source(source):
     changed = type(source)(**{**vars(source), "targets": source.targets[::-1]})
     assert describe_source(changed) != describe_source(source)
+
+
+def test_every_file_is_part_of_a_source(source, folder):
+    names = [f"a/{i}.png" for i in range(20_002)]
+    many = replace(source, paths=np.array(names, dtype=bytes), targets=np.zeros(len(names), np.int64))
+    before = describe_source(many)
+    (folder / "train" / "a" / "1.png").write_bytes(b"another")
+    assert describe_source(many) != before
+
+
+@pytest.mark.parametrize("wrap", [lambda source: source, cache, lambda source: mix({source: 1.0})])
+def test_shards_are_part_of_a_source(folder, tmp_path, wrap):
+    def pack(*names):
+        with tarfile.open(tmp_path / "train.tar", "w") as tar:
+            for i, name in enumerate(names):
+                tar.add(folder / "train" / name, f"{i}.png")
+        return describe_source(wrap(open_source(f"wds/{tmp_path}", labelled=False)))
+
+    first = pack("a/0.png", "a/1.png")
+    assert describe_source(wrap(open_source(f"wds/{tmp_path}", labelled=False))) == first
+    assert pack("a/1.png", "a/0.png") != first
+
+
+@pytest.mark.parametrize("inner", [{"base_folder": "own"}, {"raw_folder": "ROOT/own"}, {}])
+def test_the_folder_of_torchvision_is_part_of_a_source(tmp_path, inner):
+    def describe(root):
+        attributes = {key: value.replace("ROOT", str(root)) for key, value in inner.items()}
+        dataset = type("Dataset", (list,), {"root": str(root), **attributes})([0, 1])
+        return describe_source(TorchvisionSource("torch/some (val)", dataset, ()))
+
+    for name in ("one", "two"):
+        (tmp_path / name / "own").mkdir(parents=True)
+        (tmp_path / name / "own" / "data").write_bytes(b"data")
+    first = describe(tmp_path / "one")
+    assert describe(tmp_path / "one") == first
+    assert describe(tmp_path / "two") != first
+    if inner:
+        (tmp_path / "one" / "of another set").touch()
+        assert describe(tmp_path / "one") == first
+    (tmp_path / "one" / "own" / "data").write_bytes(b"others")
+    assert describe(tmp_path / "one") != first
 
 
 def test_an_interrupted_extraction_resumes(source, how, counting):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,8 +22,6 @@ from quickvit.evaluate.rotation import UPRIGHT, Pose, cut_circle
 from quickvit.evaluate.store import PRESENT, ArrayStore, Rows, Spec, default_cache
 from quickvit.train.distributed import World
 
-# Files whose size and time of change are looked at to see whether a folder is still the same.
-INSPECTED = 10_000
 # The array of the classes, beside the features.
 TARGET = "target"
 
@@ -131,21 +130,26 @@ def extract(
 def describe_source(source: Source, name: Callable[[int], str] | None = None) -> str:
     """A digest of what a source holds, by which its features are found again.
 
-    All names (by default of the samples) and, where the source has them at hand, targets; of at most 10,000 of its
-    files also size and time of change.
+    All names (by default of the samples) and, where the source has them at hand, targets. Of its files, which are
+    those names or what the source says, also size and time of change.
     """
+    files = getattr(source, "files", ()) if name is None else ()
     name = name or source.describe
     digest = blake2b(repr((source.name, source.classes, len(source))).encode(), digest_size=16)
     targets = getattr(source, "targets", None)
     digest.update(b"" if targets is None else repr(list(map(int, targets))).encode())
-    step = -(-len(source) // INSPECTED)
-    for index in range(len(source)):
-        path = name(index)
-        digest.update(os.fsencode(path) + b"\0")
-        if index % step == 0 and os.path.isfile(path):
-            status = os.stat(path)
-            digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
+    for path in chain(map(name, range(len(source))), files):
+        digest.update(os.fsencode(path) + b"\0" + _state(path) + b"\0")
     return digest.hexdigest()
+
+
+def _state(path: str) -> bytes:
+    """Size and time of change of a file, nothing where there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return b""
+    return f"{status.st_size} {status.st_mtime_ns}".encode()
 
 
 def _compute(

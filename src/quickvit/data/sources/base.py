@@ -24,7 +24,11 @@ class Sample(NamedTuple):
 
 
 class Source(Protocol):
-    """Samples by number. Every worker gets a copy: pickling one must be cheap."""
+    """Samples by number. Every worker gets a copy: pickling one must be cheap.
+
+    A source whose samples are not files of their own may have `files`, the paths of those that it reads: when they
+    change, features are computed again.
+    """
 
     @property
     def name(self) -> str:

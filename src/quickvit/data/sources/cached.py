@@ -33,6 +33,11 @@ class CachedSource:
         """The other source's."""
         return self.source.classes
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The other source's."""
+        return tuple(getattr(self.source, "files", ()))
+
     def __len__(self) -> int:
         return len(self.table)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from timm.data import create_dataset
@@ -22,6 +24,16 @@ class TorchvisionSource:
     name: str
     dataset: Any
     classes: tuple[str, ...]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What the data set reads, where its images are no files that it lists: all in its folder."""
+        if hasattr(self.dataset, "imgs"):
+            return ()
+        # MNIST and CIFAR have folders of their own below the one that they were given.
+        inner = os.path.join(self.dataset.root, getattr(self.dataset, "base_folder", ""))
+        folder = Path(getattr(self.dataset, "raw_folder", inner))
+        return tuple(sorted(str(path) for path in folder.rglob("*") if path.is_file()))
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -22,6 +22,11 @@ class MixedSource:
     ends: tuple[int, ...]
     classes: tuple[str, ...] = ()
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Those of all sources."""
+        return tuple(file for source in self.sources for file in getattr(source, "files", ()))
+
     def __len__(self) -> int:
         return self.ends[-1]
 

@@ -40,6 +40,11 @@ class ShardSource:
     targets: np.ndarray
     classes: tuple[str, ...]
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The shards."""
+        return self.shards
+
     def __len__(self) -> int:
         return len(self.targets)
 
