@@ -10,6 +10,8 @@ import torch
 from PIL import Image
 
 from quickvit import QuickVisionTransformer, save_checkpoint
+from quickvit.data import Unreadable
+from quickvit.data.sources.digits import DigitsSource
 from quickvit.testing import randomize
 
 OPTIONS = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
@@ -93,7 +95,22 @@ def test_knn(ask):
     assert out.count("\n") == 1
     assert "1-NN" in out
     assert "3-NN" in out
-    assert out.endswith("; 360 images of digits (test)\n")
+    assert out.endswith("; 360 images of digits (test), 0 could not be read\n")
+
+
+def test_images_that_cannot_be_read_are_counted(ask, monkeypatch, tmp_path):
+    def holey(self, index):
+        if index == 7:
+            raise Unreadable(self.describe(index), "torn")
+        return read(self, index)
+
+    read = DigitsSource.read
+    monkeypatch.setattr(DigitsSource, "read", holey)
+    code, out, _ = ask("knn", "--neighbours", 1, "--cache", tmp_path)
+    assert code == 0
+    assert out.endswith("; 359 images of digits (test), 1 could not be read\n")
+    monkeypatch.setattr(DigitsSource, "read", read)
+    assert ask("knn", "--neighbours", 1, "--cache", tmp_path)[1].endswith("(test), 0 could not be read\n")
 
 
 def test_linear(ask):
@@ -136,7 +153,7 @@ def test_segmentation(ask, scenes, tmp_path):
     code, out, _ = ask("segmentation", "--data", scenes, "--picture", tmp_path / "masks.png", "--json")
     result = json.loads(out)
     assert code == 0
-    assert result["images"] == 4
+    assert (result["images"], result["unreadable"]) == (4, 0)
     for name in ("knn", "linear"):
         assert result["answers"][name]["mean_iou"] == result["answers"][name]["mean_iou_of_classes"] > 0.8
     assert [len(result["answers"][name]["tried"]) for name in ("knn", "linear")] == [8, 8]
@@ -147,7 +164,7 @@ def test_segmentation(ask, scenes, tmp_path):
     assert out.startswith(
         "knn mIoU 100.00%, pixel accuracy 100.00% (k 1, metric cosine); linear mIoU 100.00%"
     )
-    assert out.endswith("; 4 images\n")
+    assert out.endswith("; 4 images, 0 could not be read\n")
 
 
 def test_pictures(ask, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from quickvit import QuickVisionTransformer, create_baseline
-from quickvit.data import cache, eval_transform, mix, open_source
+from quickvit.data import Unreadable, cache, eval_transform, mix, open_source
 from quickvit.data.sources.libraries import TorchvisionSource
 from quickvit.evaluate import store as store_module
 from quickvit.evaluate.backbone import Backbone
@@ -309,6 +309,26 @@ def test_unreadable_images_are_left_out(folder, how):
     assert len(features.targets) == len(features.vector) == 8
     expected = wrapped.pooled(TRANSFORM(source.read(8).image)[None])["class_1"][0]
     torch.testing.assert_close(features.vector[-1], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_image_that_could_not_be_read_is_tried_again(folder, how, counting, monkeypatch):
+    source = open_source(folder)
+    expected = extract(backbone(), source, TRANSFORM, replace(how, cache=how.cache / "other")).vector
+    how = replace(how, max_unreadable=1)
+
+    def fail_once(self, index):
+        if index == 5:
+            raise Unreadable(self.describe(index), "the network is down")
+        return read(self, index)
+
+    read = type(source).read
+    monkeypatch.setattr(type(source), "read", fail_once)
+    assert extract(counting, source, TRANSFORM, how).unreadable == 1
+    monkeypatch.setattr(type(source), "read", read)
+    features = extract(counting, source, TRANSFORM, how)
+    assert features.unreadable == 0
+    assert counting.images == 10
+    torch.testing.assert_close(features.vector, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_features_that_are_not_finite_name_the_image(source, how):

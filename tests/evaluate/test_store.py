@@ -74,6 +74,29 @@ def test_filling_asks_for_what_is_missing_only(tmp_path):
     assert store.read("vector")[[0, 2, 3, 4, 8], 0].tolist() == [0, 2, 3, 4, 8]
 
 
+def test_absent_rows_are_tried_again_and_no_others(store):
+    store.commit(0, [0, 3])
+    store.commit(2, [8])
+    store.write([4], values([9]))
+    assert store.wanted() == {0: [1, 2], 1: range(4, 8), 2: [9]}
+    asked = []
+
+    def produce(rows):
+        asked.append(rows)
+        for batch in ([1, 4], [5, 6, 7]):
+            yield batch, values(batch)
+
+    store.fill(produce)
+    assert store.read(module.PRESENT).tolist() == [1, 1, 0, 1, 1, 1, 1, 1, 1, 0]
+    assert store.missing() == []
+    assert store.read("vector")[[0, 1, 3, 4], 0].tolist() == [0, 1, 3, 4]
+    store.fill(produce)
+    assert asked == [[1, 2, 4, 5, 6, 7, 9], [2, 9]]
+    present = store.folder / f"{module.PRESENT}.bin"
+    present.write_bytes(present.read_bytes()[:5])
+    assert store.wanted() == {0: [2], 1: range(4, 8), 2: range(8, 10)}
+
+
 def test_rows_with_gaps(store):
     store.write(torch.tensor([0, 1, 3, 7]), {k: v + 1 for k, v in values([0, 1, 3, 7]).items()})
     assert store.read("vector")[:, 0].tolist() == [1, 2, 2, 4, 4, 5, 6, 8, 8, 9]

@@ -83,7 +83,8 @@ def _classification(protocol: str, arguments: Namespace) -> int:
         }
         print_json({**frozen.about(arguments), **result})
     else:
-        print(f"{_sentence(protocol, classifier, scores)}; {len(test.targets)} images of {test.source.name}")
+        seen = f"{len(test.targets)} images of {test.source.name}, {test.unreadable} could not be read"
+        print(f"{_sentence(protocol, classifier, scores)}; {seen}")
     return 0
 
 
@@ -112,18 +113,21 @@ def segmentation(arguments: Namespace) -> int:
         return 0
     if arguments.picture is not None:
         _draw_masks(arguments.picture, learned)
-    images = len(test.masks)
+    images, unreadable = len(test.masks), len(learned.test) - len(test.masks)
     if arguments.json:
-        answers = {name: _segmentation_scores(found) for name, found in scores.items()}
-        print_json(
-            {**frozen.about(arguments), "protocol": "segmentation", "images": images, "answers": answers}
-        )
+        result = {
+            "protocol": "segmentation",
+            "images": images,
+            "unreadable": unreadable,
+            "answers": {name: _segmentation_scores(found) for name, found in scores.items()},
+        }
+        print_json({**frozen.about(arguments), **result})
     else:
         sentences = (
             f"{name} mIoU {found.mean_iou:.2%}, pixel accuracy {found.pixel_accuracy:.2%} ({_words(found.chosen)})"
             for name, found in scores.items()
         )
-        print(f"{'; '.join(sentences)}; {images} images")
+        print(f"{'; '.join(sentences)}; {images} images, {unreadable} could not be read")
     return 0
 
 

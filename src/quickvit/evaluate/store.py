@@ -1,7 +1,8 @@
 """Arrays with a row per sample on disk, written in chunks that are each whole or missing, read memory-mapped.
 
 A chunk counts as whole if its checksum is in a ledger. First computation, resumption after an interruption and
-repair of a damaged file are therefore the same: fill in what is missing.
+repair of a damaged file are therefore the same: fill in what is missing. Rows that could not be computed are tried
+again each time, since a disk or a network may have failed for a moment.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,23 +85,28 @@ class ArrayStore:
     # ------------------------------------------------------------------ writing
 
     def fill(self, produce: Callable[[Sequence[int]], Iterable[Rows]], world: World | None = None) -> None:
-        """Have `produce` compute the rows of what is missing, in order, shared between all processes."""
+        """Have `produce` compute the rows that are wanted, in order, shared between all processes."""
         world = world or World()
-        missing = world.gather(self.missing() if world.main else [])[0]
-        if not missing:
+        wanted = world.gather(self.wanted() if world.main else {})[0]
+        if not wanted:
             return
         if world.main:
             self.prepare()
         world.barrier()
-        left = missing[world.rank :: world.size]
+        left = list(wanted.items())[world.rank :: world.size]
         seen: set[int] = set()
-        for rows, values in produce([row for number in left for row in self.chunk(number)]):
+
+        def commit() -> None:
+            number, asked = left.pop(0)
+            self.commit(number, set(self.chunk(number)) - (set(asked) - seen), world.rank)
+
+        for rows, values in produce([row for _, asked in left for row in asked]):
             self.write(rows, values)
             seen.update(rows)
-            while left and self.chunk(left[0])[-1] <= rows[-1]:
-                self.commit(left.pop(0), seen, world.rank)
-        for number in left:
-            self.commit(number, seen, world.rank)
+            while left and left[0][1][-1] <= rows[-1]:
+                commit()
+        while left:
+            commit()
         world.barrier()
 
     def prepare(self) -> None:
@@ -152,6 +158,18 @@ class ArrayStore:
             for number in range(len(self))
             if not all((number, name, f"{self._checksum(name, number):08x}") in known for name in self.specs)
         ]
+
+    def wanted(self) -> dict[int, Sequence[int]]:
+        """By chunk the rows to compute: all of one that is not whole, else those that are absent."""
+        missing = self.missing()
+        wanted: dict[int, Sequence[int]] = {number: self.chunk(number) for number in missing}
+        if len(missing) == len(self):
+            return wanted
+        # What was cut off from this file is missing anyway.
+        absent = np.flatnonzero(np.fromfile(self._path(PRESENT), np.uint8) == 0).tolist()
+        for number, rows in groupby(absent, lambda row: row // CHUNK):
+            wanted.setdefault(number, list(rows))
+        return dict(sorted(wanted.items()))
 
     def read(self, name: str) -> Tensor:
         """An array, memory-mapped; what is written to it stays in memory."""
