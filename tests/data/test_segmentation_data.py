@@ -55,6 +55,22 @@ def test_modes_of_masks(folder, mode):
     assert (open_segmentation(folder).read_mask(0) == 2).all()
 
 
+@pytest.mark.parametrize("size", [None, (3, 4)])
+def test_masks_of_one_bit_hold_0_and_1(folder, size):
+    save(folder / "annotations" / "train" / "a.png", np.kron([[0, 255]], np.ones((6, 4))), "1")
+    mask = open_segmentation(folder).read_mask(0, size)
+    assert mask.dtype == np.uint8
+    assert mask[0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1][:: 1 if size is None else 2]
+
+
+def test_a_mask_is_no_program(folder, monkeypatch):
+    """Pillow would have Ghostscript run it."""
+    Image.new("L", (8, 6)).save(folder / "annotations" / "train" / "a.png", "EPS")
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("it ran"))
+    with pytest.raises(ValueError, match=r"cannot read .*a\.png: UnidentifiedImageError"):
+        open_segmentation(folder).read_mask(0)
+
+
 def test_ade20k(tmp_path):
     root = tmp_path / "ADEChallengeData2016"
     save(root / "images" / "training" / "x.jpg", np.zeros((4, 4, 3)))

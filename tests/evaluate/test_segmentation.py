@@ -1,5 +1,7 @@
 """Segmentation with frozen features: equal to the same protocol written with scikit-learn."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -145,9 +147,15 @@ def test_too_little_to_learn_from(train):
     one = SegmentationData(train.features[:1], train.masks[:1], IGNORED, torch.arange(1))
     with pytest.raises(ValueError, match="nothing can be held out for choosing"):
         fit_segmentation(one, PROTOCOL)
-    ignored = SegmentationData(train.features, train.masks, (0, 1, 2, 5, 255), train.indices)
+    for ignored, labels in {(0, 1, 2, 5, 255): "no label", (0, 1, 2, 255): "only the label 5"}.items():
+        with pytest.raises(
+            ValueError, match=rf"{labels} beside those that are ignored \(0, 1, 2, .*at least two"
+        ):
+            fit_segmentation(replace(train, ignored=ignored), PROTOCOL)
+    masks = torch.full_like(train.masks, 255)
+    masks[:, 0, :2] = torch.tensor([1, 2])
     with pytest.raises(ValueError, match="consists mostly of them"):
-        fit_segmentation(ignored, PROTOCOL)
+        fit_segmentation(replace(train, masks=masks), PROTOCOL)
     for neighbours in ((300,), (0, 3)):
         with pytest.raises(
             ValueError, match=rf"between 1 and the \d+ patches to learn from, got .{neighbours[0]}"

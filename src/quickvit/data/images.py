@@ -64,8 +64,13 @@ def decoding(name: str) -> Iterator[None]:
 
 def read_image(file: str | Path | BinaryIO, name: str | None = None) -> Image.Image:
     """The image in a file as RGB; raises `Unreadable` with the file's name if that cannot be done."""
-    with decoding(str(file) if name is None else name), Image.open(file, formats=_formats()) as image:
+    with decoding(str(file) if name is None else name), open_image(file) as image:
         return to_rgb(image)
+
+
+def open_image(file: str | Path | BinaryIO) -> Image.Image:
+    """Pillow's image of a file in one of the formats that are safe, as it is stored; to be used in `decoding`."""
+    return Image.open(file, formats=_formats())
 
 
 @cache

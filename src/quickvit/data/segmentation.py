@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from quickvit.data.images import Unreadable, decoding, read_image, walk_images
+from quickvit.data.images import Unreadable, decoding, open_image, read_image, walk_images
 from quickvit.data.sources.base import SPLITS, UNLABELLED, Sample
 from quickvit.data.sources.folder import read_class_list
 
-# Pillow's modes in which a pixel is a whole number: grey, palette, and 16 or 32 bits that hold 8.
-MASK_MODES = ("L", "P", "I", "I;16", "I;16L", "I;16B", "I;16N")
+# Pillow's modes in which a pixel is a whole number: one bit, grey, palette, and 16 or 32 bits that hold 8.
+MASK_MODES = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B", "I;16N")
 # The names of the release, and what its labels mean: 0 is "other", 1 … 150 are the classes.
 ADE20K, ADE20K_NAMES, ADE20K_LABELS = "ADEChallengeData2016", "objectInfo150.txt", 151
 VOC = "VOCdevkit/VOC2012"
@@ -64,12 +64,12 @@ class SegmentationSource:
         """
         path = self.describe_mask(index)
         try:
-            with decoding(path), Image.open(path) as file:
+            with decoding(path), open_image(path) as file:
                 mask = file.copy()
         except Unreadable as error:
             raise ValueError(f"cannot read {error}") from error
         try:
-            with decoding(self.describe(index)), Image.open(self.describe(index)) as image:
+            with decoding(self.describe(index)), open_image(self.describe(index)) as image:
                 expected = image.size
         except Unreadable:
             # Whoever reads the image says so, and maybe does without it.
@@ -77,7 +77,7 @@ class SegmentationSource:
         if mask.mode not in MASK_MODES:
             raise ValueError(
                 f"{path} has mode {mask.mode}, which holds colours; a mask holds a label for every pixel "
-                f"(mode L or P)"
+                f"(mode 1, L or P)"
             )
         if mask.size != expected:
             sizes = [f"{width}×{height}" for width, height in (mask.size, expected)]

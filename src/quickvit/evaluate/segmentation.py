@@ -198,6 +198,7 @@ def fit_segmentation(
 ) -> Segmenter:
     """Choose hyper-parameters on the images held out, then fit to all; the processes of `world` share the trials."""
     protocol, world, device = protocol or SegmentationProtocol(), world or World(), torch.device(device)
+    _require_labels(train)
     fitted_on, chosen_on = hold_out(torch.zeros(len(train.masks)), protocol.fraction, protocol.seed)
     scaler = _Scaler.of(train, fitted_on, device)
     keys = _gather(train, fitted_on, scaler, learnable=True)
@@ -271,6 +272,21 @@ class _Scaler:
 
     def __call__(self, features: Tensor) -> Tensor:
         return ((features - self.mean) / self.scale).to(features.dtype)
+
+
+def _require_labels(data: SegmentationData) -> None:
+    """Raise a ValueError unless there is something to tell apart: one label alone is always right."""
+    found: set[int] = set()
+    for some in data.masks.split(IMAGES):
+        found |= set(some.flatten().bincount().nonzero().flatten().tolist()) - set(data.ignored)
+        if len(found) > 1:
+            return
+    only = f"only the label {found.pop()}" if found else "no label"
+    ignored = ", ".join(map(str, data.ignored)) or "none"
+    raise ValueError(
+        f"the masks to learn from have {only} beside those that are ignored ({ignored}); expected at least two. Save "
+        "masks of 0 and 255 as 0 and 1, or choose with --ignore what is ignored"
+    )
 
 
 def _gather(data: SegmentationData, images: Tensor, scaler: _Scaler, *, learnable: bool = False) -> _Patches:
