@@ -30,6 +30,14 @@ def models(tmp_path):
     return tmp_path
 
 
+@pytest.mark.parametrize("option", ["--out", "--save"])
+def test_places_are_checked_before_the_work(run, models, monkeypatch, option):
+    monkeypatch.setattr("quickvit.cli.explore.load_model", lambda _: pytest.fail("work began"))
+    code, _, err = run("explore", "i8.safetensors", "--baseline", "vit.safetensors", option, models)
+    assert code == 2
+    assert f"cannot write {models}: it is a folder; expected the name of a file" in err
+
+
 def test_a_page(run, models):
     out = models / "new" / "explorer.html"
     saved = models / "saved" / "digits.json"

@@ -182,6 +182,43 @@ def test_pictures(ask, tmp_path):
             assert min(picture.size) > 500
 
 
+@pytest.mark.parametrize(
+    ("option", "name", "message"),
+    [
+        (
+            "--confusion",
+            "a.txt",
+            "a.txt: expected the name of a CSV file or a picture, which ends in one of .",
+        ),
+        ("--confusion", "folder", "folder: it is a folder; expected the name of a file"),
+        ("--picture", "a.csv", "a.csv: expected the name of a picture, which ends in one of ."),
+        ("--picture", "name", "name: expected the name of a picture, which ends in one of ."),
+        ("--picture", "file/a.png", "file is a file"),
+    ],
+)
+def test_places_of_pictures_are_checked_before_the_work(ask, tmp_path, monkeypatch, option, name, message):
+    monkeypatch.setattr("quickvit.cli.protocols.freeze", lambda _: pytest.fail("work began"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    for protocol in ("linear", "segmentation") if option == "--picture" else ("linear",):
+        code, out, err = ask(protocol, option, tmp_path / name)
+        assert (code, out) == (2, "")
+        assert message in err
+
+
+@pytest.mark.parametrize("option", ["--confusion", "--picture"])
+def test_a_result_is_printed_before_its_picture_is_drawn(ask, tmp_path, monkeypatch, option):
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    for name in ("draw_confusion", "draw_predictions"):
+        monkeypatch.setattr(f"quickvit.report.evaluation_figure.{name}", fail)
+    code, out, err = ask("knn", "--neighbours", 1, option, tmp_path / "a.png")
+    assert code == 2
+    assert out.startswith("1-NN ")
+    assert "the disk is full" in err
+
+
 def test_pictures_need_an_extra(ask, monkeypatch):
     monkeypatch.setattr("quickvit.cli.protocols.find_spec", lambda name: None)
     code, _, err = ask("knn", "--picture", "p.png")

@@ -18,7 +18,7 @@ from quickvit.cli.build import choose_device, load_model
 from quickvit.cli.command import Command
 from quickvit.data import Sample, Source, Unreadable, open_source
 from quickvit.evaluate.labels import class_names, class_numbers
-from quickvit.provenance import surroundings
+from quickvit.provenance import require_file, surroundings
 from quickvit.report.exploration import ask_in_poses, model_name
 from quickvit.report.exploration import explore as explore_images
 from quickvit.report.exploration_file import save_exploration
@@ -32,6 +32,9 @@ def explore(arguments: Namespace) -> int:
     """Write a page on which images are turned and mirrored, and an octic model watched beside a baseline."""
     if arguments.changing < 0:
         raise ValueError(f"--changing must be at least 0, got {arguments.changing}")
+    for path in (arguments.out, arguments.save):
+        if path is not None:
+            require_file(path)
     device = choose_device(arguments.device)
     model, baseline = (load_model(name).to(device) for name in (arguments.model, arguments.baseline))
     source = open_source(arguments.data, arguments.split)
@@ -61,10 +64,10 @@ def explore(arguments: Namespace) -> int:
     out = Path(arguments.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
-    if arguments.save is not None:
-        save_exploration(exploration, arguments.save, surroundings(device, arguments.command_line))
     print(f"wrote {out}: {len(samples)} images, {len(page) / 1000:.0f} kB; open it in a browser")
     print(f"features follow the image within {exploration.difference:.1e} of their largest value")
+    if arguments.save is not None:
+        save_exploration(exploration, arguments.save, surroundings(device, arguments.command_line))
     return 0
 
 

@@ -34,6 +34,7 @@ from quickvit.evaluate.metrics import LABEL_METRICS, accuracy
 from quickvit.evaluate.rotation import UPRIGHT
 from quickvit.evaluate.segmentation import SegmentationData, SegmentationScores, Segmenter, from_patches
 from quickvit.models import ViT
+from quickvit.provenance import require_file
 
 # Test images in a picture.
 SHOWN, SHOWN_MASKS = 24, 6
@@ -55,8 +56,8 @@ def hematology(arguments: Namespace) -> int:
 
 
 def _classification(protocol: str, arguments: Namespace) -> int:
-    _require_matplotlib(arguments.picture)
-    _require_matplotlib(None if _is_csv(arguments.confusion) else arguments.confusion)
+    _require_place(arguments.picture)
+    _require_place(arguments.confusion, table=True)
     with freeze(arguments) as frozen:
         learned = classify(protocol, arguments, frozen)
         classifier, test = learned.fitted, learned.load(UPRIGHT)
@@ -65,10 +66,6 @@ def _classification(protocol: str, arguments: Namespace) -> int:
         return 0
     confusions = {name: test.confusion(found) for name, found in labels.items()}
     scores = {name: {key: f(found) for key, f in LABEL_METRICS.items()} for name, found in confusions.items()}
-    if arguments.confusion is not None:
-        _write_confusion(arguments.confusion, confusions[classifier.main], test.source.classes)
-    if arguments.picture is not None:
-        _draw_predictions(arguments.picture, test, labels[classifier.main])
     if arguments.json:
         result = {
             "protocol": protocol,
@@ -85,6 +82,10 @@ def _classification(protocol: str, arguments: Namespace) -> int:
     else:
         seen = f"{len(test.targets)} images of {test.source.name}, {test.unreadable} could not be read"
         print(f"{_sentence(protocol, classifier, scores)}; {seen}")
+    if arguments.confusion is not None:
+        _write_confusion(arguments.confusion, confusions[classifier.main], test.source.classes)
+    if arguments.picture is not None:
+        _draw_predictions(arguments.picture, test, labels[classifier.main])
     return 0
 
 
@@ -104,15 +105,13 @@ def _sentence(protocol: str, classifier: Classifier, scores: Mapping[str, Mappin
 
 def segmentation(arguments: Namespace) -> int:
     """Mean IoU and pixel accuracy of k-NN and of logistic regression on patches: CAPI's protocol."""
-    _require_matplotlib(arguments.picture)
+    _require_place(arguments.picture)
     with freeze(arguments) as frozen:
         learned = segment(arguments, frozen)
         test = learned.load(UPRIGHT)
         scores = learned.fitted.evaluate(test, progress=True)
     if not frozen.world.main:
         return 0
-    if arguments.picture is not None:
-        _draw_masks(arguments.picture, learned)
     images, unreadable = len(test.masks), len(learned.test) - len(test.masks)
     if arguments.json:
         result = {
@@ -128,6 +127,8 @@ def segmentation(arguments: Namespace) -> int:
             for name, found in scores.items()
         )
         print(f"{'; '.join(sentences)}; {images} images, {unreadable} could not be read")
+    if arguments.picture is not None:
+        _draw_masks(arguments.picture, learned)
     return 0
 
 
@@ -203,10 +204,23 @@ def _is_csv(path: str | None) -> bool:
     return path is not None and Path(path).suffix.lower() == ".csv"
 
 
-def _require_matplotlib(path: str | None) -> None:
-    """Say before the work, not after it, that a picture cannot be drawn."""
-    if path is not None and find_spec("matplotlib") is None:
+def _require_place(path: str | None, *, table: bool = False) -> None:
+    """Say before the work, not after it, that a picture, or with `table` a CSV file, cannot be written."""
+    if path is None:
+        return
+    require_file(path)
+    if table and _is_csv(path):
+        return
+    if find_spec("matplotlib") is None:
         raise ModuleNotFoundError('pictures need matplotlib: pip install "quickvit[demo]"', name="matplotlib")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if Path(path).suffix.lower().removeprefix(".") not in formats:
+        raise ValueError(
+            f"cannot write {path}: expected the name of {'a CSV file or ' if table else ''}a picture, which ends in "
+            f"one of {', '.join(f'.{name}' for name in formats)}"
+        )
 
 
 def _write_confusion(path: str, confusion: Tensor, classes: Sequence[str]) -> None:
