@@ -1,6 +1,7 @@
 """`quickvit embed` and `predict`."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -145,6 +146,22 @@ class TestPredict:
         _, out, _ = run("predict", tmp_path / "new.safetensors", images / "a.png")
         assert "\x1b" not in out
         assert r"'\x1b[2J'" in out
+
+    @pytest.mark.parametrize("name", [b"\x1b[2J.png", b"caf\xe9.png"], ids=["control", "latin-1"])
+    def test_files_of_any_name(self, run, images, trained, tmp_path, name):
+        path, broken = (images / (start + os.fsdecode(name)) for start in ("", "broken"))
+        (images / "a.png").rename(path)
+        broken.write_bytes(b"no image")
+        code, out, err = run("predict", trained, images)
+        assert code == 0
+        for text, shown in ((out, path), (err, broken)):
+            assert "\x1b" not in text
+            assert ascii(str(shown)) in text
+        assert run("embed", trained, images, "--out", tmp_path / "f.npz")[0] == 0
+        with np.load(tmp_path / "f.npz") as file:
+            assert str(path) in file["paths"]
+        code, out, _ = run("predict", trained, images, "--json")
+        assert str(path) in json.loads(out)["answers"]
 
     def test_too_few_names_are_no_names(self, run, images, trained, tmp_path):
         model = load_checkpoint(trained)

@@ -51,7 +51,7 @@ def predict(arguments: Namespace) -> int:
     print_table(
         ["image", *["class", "share"] * len(next(iter(answers.values())))],
         [
-            [path, *(text for name, share in best for text in (_printable(name), f"{share:.1%}"))]
+            [_printable(path), *(text for name, share in best for text in (_printable(name), f"{share:.1%}"))]
             for path, best in answers.items()
         ],
     )
@@ -72,13 +72,13 @@ def _open(arguments: Namespace) -> tuple[ViT, list[Any], dict[str, Any]]:
 
 def _require_some(read: Sequence[str], skipped: Mapping[str, str]) -> None:
     for path, reason in skipped.items():
-        print(f"quickvit: skipped {path}: {reason}", file=sys.stderr)
+        print(f"quickvit: skipped {_printable(path)}: {_printable(reason)}", file=sys.stderr)
     if not read:
         raise ValueError(f"none of the {len(skipped)} images could be read")
 
 
 def _printable(name: str) -> str:
-    """Names come from a checkpoint, which must not give orders to a terminal."""
+    """Names of classes and of files must not give orders to a terminal, and those of files need not be UTF-8."""
     return name if name.isprintable() else ascii(name)
 
 
