@@ -275,6 +275,25 @@ def test_a_split_is_a_whole_word_of_the_name_of_a_shard(shards):
         open_source(f"wds/{shards}")
 
 
+def test_names_with_dots_are_not_lost(shards):
+    with open(shards / "set-train-0.tar", "rb") as file, tarfile.open(fileobj=file) as tar:
+        image = tar.extractfile("n/0.png").read()
+    shard = shards / "set-train-0.tar"
+    write_shard(
+        shard,
+        {"n/0.png": image, "n/0.cls": b"1", "n/0.seg.png": b"", "n/0.coarse.cls": b"", "n/0.a.json": b""},
+    )
+    assert open_source(f"wds/{shards}").targets.tolist()[0] == 1
+    names = [f"n/slide_0.25mpp_{i}{suffix}" for i in range(2) for suffix in (".PNG", ".cls")]
+    write_shard(shard, {name: image if name.endswith("PNG") else b"1" for name in names})
+    for labelled in (True, False):
+        with pytest.raises(
+            ValueError,
+            match=r"0.tar has dots in the names of 4 files, n/slide_0.25mpp_0.PNG .* to n/slide_0_25mpp_0.PNG",
+        ):
+            open_source(f"wds/{shards}", labelled=labelled)
+
+
 def test_broken_shards_are_named(shards, tmp_path):
     with pytest.raises(FileNotFoundError, match="has no shards of the train split: expected train/"):
         open_source(f"wds/{tmp_path / 'data'}")

@@ -144,6 +144,7 @@ def _index(shard: Path, *, labelled: bool) -> Iterator[tuple[str, int, int, int]
     """Key, offset, size and class of each image of a shard."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
+    dotted: dict[str, str] = {}
     try:
         with tarfile.open(shard, "r:") as tar:
             for member in tar:
@@ -159,8 +160,19 @@ def _index(shard: Path, *, labelled: bool) -> Iterator[tuple[str, int, int, int]
                     labels[key] = _label(
                         b"" if content is None else content.read(32), f"{shard}:{member.name}"
                     )
+                elif os.path.splitext(suffix)[1] in (*image_suffixes(), LABEL):
+                    dotted[member.name] = key
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ValueError(f"{shard} is not a whole, uncompressed tar file: {error}") from error
+    # Beside an image, 17.seg.png is something else that belongs to it; alone, it is an image that would be lost.
+    if lost := [name for name, key in dotted.items() if key not in images]:
+        folder, slash, file = lost[0].rpartition("/")
+        stem, suffix = os.path.splitext(file)
+        raise ValueError(
+            f"{shard} has dots in the names of {len(lost)} files, {lost[0]} for example, and in the WebDataset "
+            f"format a name ends at its first dot; rename them, that one to "
+            f"{folder}{slash}{stem.replace('.', '_')}{suffix}"
+        )
     for key, (offset, size) in images.items():
         if labelled and key not in labels:
             raise ValueError(f"{shard}:{key} has no class, expected a file {key}{LABEL} with its number")
