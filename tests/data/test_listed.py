@@ -39,7 +39,7 @@ EXPECTED = [("with space.png", "MON"), ("1.png", "EOS")]
             "train.CSV",
             "\ufefflabel,fold, path\nMON,1,monocyte/with space.png\nEOS,2,eosinophil/0001/1.png\n",
         ),
-        ("train.txt", "monocyte/with space.png MON\n\neosinophil/0001/1.png\tEOS\n"),
+        ("train.txt", "\ufeffmonocyte/with space.png MON\n\neosinophil/0001/1.png\tEOS\n"),
     ],
 )
 def test_paths_and_classes(folder, name, text):

@@ -97,7 +97,7 @@ def test_voc2012(tmp_path):
         save(root / "SegmentationClass" / f"{name}.png", np.full((4, 4), 20), "P")
     lists = root / "ImageSets" / "Segmentation"
     lists.mkdir(parents=True)
-    (lists / "train.txt").write_text("2007_2\n")
+    (lists / "train.txt").write_text("2007_2\n", encoding="utf-8-sig")
     for given in (tmp_path, root):
         source = open_segmentation(given)
         assert source.labels == VOC_NAMES

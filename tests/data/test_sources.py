@@ -136,6 +136,14 @@ def test_class_list_decides_the_order(folder):
         open_source(folder)
 
 
+def test_byte_order_marks_are_no_part_of_names(folder):
+    (folder / "classes.txt").write_text("cat\nant\n", encoding="utf-8-sig")
+    assert open_source(folder).classes == ("cat", "ant")
+    (folder / "val.txt").write_text("ant/0.png ant\n", encoding="utf-8-sig")
+    source = open_source(folder, "val")
+    assert (source.describe(0), source.read(0).target) == (str(folder / "val/ant/0.png"), 1)
+
+
 def test_a_flat_split_with_a_list(tmp_path, write_images):
     write_images(tmp_path, "train/cat/0.png", "train/ant/0.png", "val/x 1.png", "val/x2.png", "val/x3.png")
     with pytest.raises(ValueError, match=rf"{tmp_path}/val/x 1.png lies in no folder of a class"):
@@ -196,6 +204,14 @@ def test_digits_are_split_once_and_in_proportion():
     assert min(np.bincount([val.read(i).target for i in range(360)])) >= 34
 
 
+def test_only_a_folder_with_something_in_it_stands_for_digits(tmp_path, write_images, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").mkdir()
+    assert len(open_source("digits")) == 1437
+    write_images(tmp_path / "digits", "a/0.png")
+    assert open_source("digits").classes == ("a",)
+
+
 # ---------------------------------------------------------------------- shards
 
 
@@ -243,7 +259,8 @@ def test_shards_may_be_listed_or_lie_in_folders(shards):
     (shards / "set-train-0.tar").rename(shards / "train" / "0.tar")
     assert len(open_source(f"wds/{shards}")) == 1
     files = [f"../wds/set-val-{i}.tar" for i in range(2)]
-    (shards / "_info.json").write_text(json.dumps({"splits": {"validation": {"filenames": files}}}))
+    info = json.dumps({"splits": {"validation": {"filenames": files}}})
+    (shards / "_info.json").write_text(info, encoding="utf-8-sig")
     assert len(open_source(f"wds/{shards}", "val")) == 2
     with pytest.raises(
         ValueError, match=r"_info.json does not list the shards of any of the splits train, training"

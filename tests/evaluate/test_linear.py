@@ -118,6 +118,12 @@ def test_wrong_arguments_name_the_value(change, message):
         ProbeTraining(**change)
 
 
+@pytest.mark.parametrize("rate", [-1.0, 0.0, float("nan"), float("inf")])
+def test_learning_rates_are_above_0(data, rate):
+    with pytest.raises(ValueError, match=f"learning rates must be above 0 and finite, got {rate}"):
+        probe_grid(data[0], (0.1, rate))
+
+
 def test_no_probes(data):
     with pytest.raises(ValueError, match="at least one learning rate"):
         train_probes(*data, 5, probe_grid(data[0], ()))

@@ -69,7 +69,7 @@ def _read_csv(listing: Path) -> Iterator[Row]:
 
 
 def _read_text(listing: Path, folder: Path) -> Iterator[Row]:
-    for number, text in enumerate(listing.read_text(encoding="utf-8").splitlines(), 1):
+    for number, text in enumerate(listing.read_text(encoding="utf-8-sig").splitlines(), 1):
         line = text.strip()
         if not line:
             continue

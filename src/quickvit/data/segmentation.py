@@ -137,7 +137,7 @@ def _open_voc(folder: Path, split: str, ignored: Sequence[int]) -> SegmentationS
     listing = next((file for file in lists if file.is_file()), None)
     if listing is None:
         raise FileNotFoundError(f"{folder} has no {split} split: expected {lists[0]}")
-    names = listing.read_text(encoding="utf-8").split()
+    names = listing.read_text(encoding="utf-8-sig").split()
     if outside := next((name for name in names if Path(name).name != name), None):
         raise ValueError(f"{listing} names {outside!r}; expected names of images without folder and suffix")
     images = folder / "JPEGImages"

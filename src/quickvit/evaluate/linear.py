@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import cos, pi
+from math import cos, inf, pi
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ class Probe:
 
     inputs: tuple[str, ...]
     learning_rate: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.learning_rate < inf:
+            raise ValueError(f"learning rates must be above 0 and finite, got {self.learning_rate}")
 
 
 @dataclass(frozen=True)

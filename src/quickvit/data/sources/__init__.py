@@ -20,7 +20,8 @@ DIGITS = "digits"
 def open_source(spec: str | Path = DIGITS, split: str = "train", *, labelled: bool = True) -> Source:
     """The samples of a split of a data set.
 
-    spec: a folder of images; "digits" for scikit-learn's handwritten digits; "wds/FOLDER" for shards of the
+    spec: a folder of images; "digits" for scikit-learn's handwritten digits, unless a folder of that name with
+        something in it is here; "wds/FOLDER" for shards of the
         WebDataset format; "torch/NAME@FOLDER" for a data set of torchvision; "hfds/NAME" or "hfds/NAME@CACHE" for
         one of Hugging Face.
     split: "train", "val", "test", or "all" for everything.
@@ -28,7 +29,8 @@ def open_source(spec: str | Path = DIGITS, split: str = "train", *, labelled: bo
     """
     if split not in (*SPLITS, ALL):
         raise ValueError(f"unknown split {split!r}; expected one of {', '.join((*SPLITS, ALL))}")
-    if Path(spec).is_dir():
+    # An empty folder of this name has nothing that could be meant.
+    if Path(spec).is_dir() and (spec != DIGITS or any(Path(spec).iterdir())):
         return open_folder(Path(spec), split, labelled=labelled)
     kind, _, rest = str(spec).partition("/")
     name, _, root = rest.partition("@")

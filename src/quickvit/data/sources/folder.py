@@ -84,7 +84,7 @@ def _from_class_folders(folder: Path, root: Path, split: str) -> FolderSource:
 def _from_listing(folder: Path, root: Path, listing: Path) -> FolderSource:
     """Lines of a path below FOLDER/SPLIT and a class: its name, or its number among those of the training split."""
     rows = []
-    for number, line in enumerate(listing.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(listing.read_text(encoding="utf-8-sig").splitlines(), 1):
         match line.rsplit(maxsplit=1):
             case [path, label] if not (PurePath(path).is_absolute() or ".." in PurePath(path).parts):
                 rows.append((path, label))
@@ -123,7 +123,7 @@ def read_class_list(folder: Path) -> tuple[str, ...]:
     file = folder / CLASS_LIST
     if not file.is_file():
         return ()
-    names = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    names = tuple(line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip())
     if len(set(names)) < len(names) or not names:
         raise ValueError(
             f"{file} must name each class once, got {len(names)} names, {len(set(names))} of them different"

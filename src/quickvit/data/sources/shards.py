@@ -131,7 +131,7 @@ def _shards_called(folder: Path, name: str) -> list[Path]:
 def _named_shards(info: Path, names: tuple[str, ...]) -> list[Path]:
     """The shards that the description of a data set lists for a split, none of them outside its folder."""
     try:
-        splits: dict[str, Any] = json.loads(info.read_text(encoding="utf-8"))["splits"]
+        splits: dict[str, Any] = json.loads(info.read_text(encoding="utf-8-sig"))["splits"]
         split = next(splits[name] for name in names if name in splits)
         return [info.parent / Path(str(name)).name for name in split["filenames"]]
     except (ValueError, LookupError, TypeError, StopIteration, RecursionError) as error:
