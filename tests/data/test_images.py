@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from quickvit.data import Unreadable, find_images, read_image
 
@@ -38,6 +38,16 @@ def test_transparency_is_laid_on_white(tmp_path):
         assert (pixels[1:] == 255).all(), name
     grey = Image.new("LA", (2, 2), (0, 0))
     assert (np.asarray(read_image(saved(grey, tmp_path, "la.png"))) == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("x.jpg", (8, 4)), ("x.png", (8, 4)), ("x.webp", (8, 4)), ("x.tif", (4, 8))]
+)
+def test_only_tiff_files_are_turned_as_they_say(tmp_path, name, size):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.new("RGB", (8, 4)).save(tmp_path / name, exif=exif)
+    assert read_image(tmp_path / name).size == size
 
 
 @pytest.mark.parametrize(

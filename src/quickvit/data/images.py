@@ -83,8 +83,8 @@ def _formats() -> tuple[str, ...]:
 def to_rgb(image: Image.Image) -> Image.Image:
     """An image of any mode as 8-bit RGB: 16 bits are scaled down, transparency is laid on white.
 
-    EXIF orientation is not applied, as in the literature's evaluations. An image of floats is a ValueError, since
-    nothing says which of them is white.
+    EXIF orientation is not applied, as in the literature's evaluations; only that of TIFF files is, by Pillow as it
+    opens them. An image of floats is a ValueError, since nothing says which of them is white.
     """
     if image.mode == "RGB" and "transparency" not in image.info:
         image.load()
