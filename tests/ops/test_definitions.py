@@ -1,5 +1,7 @@
 """The operators against their definitions in standard PyTorch, with gradients, compiled, and under autocast."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -200,3 +202,75 @@ def test_gradients_within_autocast_have_the_type_of_the_forward_pass():
     with torch.autocast("cpu", torch.bfloat16):
         found = torch.autograd.grad(y, parameters)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_factors_of_samples_have_gradients(dtype):
+    layout, generator = Layout(16), torch.Generator().manual_seed(0)
+    x, branch = torch.randn(2, 2, 3, 16, generator=generator).to(dtype)
+    gain, shift, factors = (
+        torch.ones(12, dtype=dtype),
+        torch.zeros(2, dtype=dtype),
+        torch.ones(2, dtype=dtype),
+    )
+    grads = []
+    for standard in (False, True):
+        factors = factors.detach().requires_grad_()
+        with plain() if standard else nullcontext():
+            z, y = norm.octic_residual_norm(x, branch, gain, shift, 1e-6, layout, sample_scale=factors)
+        grads.append(torch.autograd.grad((z * y).square().sum(), factors)[0])
+    torch.testing.assert_close(*grads)
+    assert grads[0].abs().min() > 0
+
+
+def test_squares_that_overflow_are_no_zeros():
+    """Whoever looks whether outputs are finite must see that a run has diverged."""
+    x = torch.ones(2, 16)
+    x[0, 3] = 1e20
+    y = norm.octic_layer_norm(x, torch.ones(12), torch.zeros(2), 1e-6, Layout(16))
+    assert y[0].isnan().all()
+    assert y[1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_numbers_of_channels_are_named(dtype):
+    x, layout = torch.randn(5, 24, dtype=dtype), Layout(16)
+    gain, shift = torch.ones(12, dtype=dtype), torch.zeros(2, dtype=dtype)
+    with pytest.raises(ValueError, match="expected 16 channels, as the layout has, got 24"):
+        norm.octic_layer_norm(x, gain, shift, 1e-6, layout)
+    with pytest.raises(ValueError, match="expected 16 channels, as the layout has, got 24"):
+        norm.octic_residual_norm(x[:, :16], x, gain, shift, 1e-6, layout)
+    with pytest.raises(ValueError, match="expected 16 channels, as the weights have, got 24"):
+        octic_linear(x, torch.ones(4, 3, 2, dtype=dtype), torch.ones(1, 6, 4, dtype=dtype))
+
+
+def test_negative_views_keep_their_sign():
+    weight = torch.randn(4, 3, 2, dtype=torch.complex64).conj().imag
+    assert weight.is_neg()
+    x, other = torch.randn(5, 16), torch.randn(1, 6, 4)
+    torch.testing.assert_close(octic_linear(x, weight, other), octic_linear(x, weight.clone(), other))
+
+
+@pytest.mark.parametrize("part", ["branch", "gain", "bias"])
+def test_compiled_gradients_have_the_types_that_were_promised(part):
+    torch.compiler.reset()
+    values = {"x": torch.randn(2, 3, 16), "branch": torch.randn(2, 3, 16), "gain": torch.randn(12)}
+    values |= {"shift": torch.zeros(2), "bias": torch.randn(2)}
+    values[part] = values[part].bfloat16()
+
+    def loss(x, branch, gain, shift, bias):
+        return sum(
+            t.square().sum()
+            for t in norm.octic_residual_norm(x, branch, gain, shift, 1e-6, Layout(16), bias=bias)
+        )
+
+    compiled = torch.compile(loss, backend="aot_eager")
+    for function in (loss, compiled):
+        inputs = [value.detach().requires_grad_() for value in values.values()]
+        function(*inputs).backward()
+        assert all(value.grad.dtype == value.dtype for value in inputs)
+
+
+def test_no_tokens_with_gaps_have_no_results():
+    x = torch.zeros(0, 32)[:, ::2]
+    assert octic_linear(x, torch.ones(4, 3, 2), torch.ones(1, 6, 4)).shape == (0, 24)

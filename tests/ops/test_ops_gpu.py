@@ -443,6 +443,17 @@ def test_gradient_checkpointing_on_the_gpu():
         torch.testing.assert_close(a, b)
 
 
+def test_checkpointing_of_partly_frozen_models_on_the_gpu():
+    """What needs no gradient itself may still be what a checkpoint computes from again."""
+    net = model("d8").requires_grad_(False)
+    trained = [*net.blocks[1].attn.requires_grad_().parameters()]
+    x = torch.randn(4, 3, 64, 64, device=DEVICE)
+    expected = torch.autograd.grad(net(x).sum(), trained)
+    net.set_grad_checkpointing()
+    for a, b in zip(torch.autograd.grad(net(x).sum(), trained), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["attn", "attn.qkv", "attn.proj", "norm1", "norm2", "mlp", "mlp.fc1", "ls1"])
 def test_nothing_that_a_hook_has_seen_is_overwritten(part):

@@ -91,3 +91,19 @@ def test_matrices_outlive_the_mode_they_were_made_in():
         layer(x)
     with plain():
         layer(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script:FutureWarning", "ignore:.*jit.script:DeprecationWarning")
+@pytest.mark.parametrize("name", WITHOUT_ATTENTION)
+def test_derivatives_forwards_of_compiled_functions(name):
+    torch.compiler.reset()
+    layer, x = case(name, torch.float32)
+    direction = torch.randn_like(x)
+
+    def tangent(x, direction):
+        return jvp(layer, (x,), (direction,))[1]
+
+    expected = tangent(x, direction)
+    assert expected.abs().max() > 0
+    compiled = torch.compile(tangent, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, direction), expected, atol=1e-4, rtol=1e-4)

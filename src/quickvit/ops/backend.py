@@ -42,9 +42,8 @@ def is_plain() -> bool:
 
     That is `torch.func`, vmap for example, and differentiation forwards.
     """
-    if _plain or torch.compiler.is_compiling():
-        return bool(_plain)
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return transformed or bool(_plain)
 
 
 def fused(x: Tensor, group: DihedralGroup) -> bool:

@@ -72,9 +72,16 @@ def _views(x: Tensor, n1: int, n2: int) -> tuple[Tensor, list[Tensor]]:
 def linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> Tensor:
     """The map of x [T, C]."""
     n1, n2 = len(weight_1), len(weight_2)
-    if x.is_cpu and fused(x, _group(n1 + 4 * n2)):
+    order = n1 + 4 * n2
+    if x.shape[1] != order * weight_1.shape[2]:
+        raise ValueError(
+            f"expected {order * weight_1.shape[2]} channels, as the weights have, got {x.shape[1]}"
+        )
+    y = x.new_empty(x.shape[0], order * weight_1.shape[1])
+    if not x.shape[0]:
+        return y
+    if x.is_cpu and fused(x, _group(order)):
         return linear_forward(x if x.stride(1) == 1 else x.contiguous(), weight_1, weight_2, bias)
-    y = x.new_empty(x.shape[0], weight_1.shape[1] * (n1 + 4 * n2))
     products(x, weight_1, weight_2, y)
     if bias is not None:
         y[:, : bias.shape[0]] += bias

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quickvit.group import D8, Layout
-from quickvit.ops.backend import fused
+from quickvit.ops.backend import fused, needs_grad
 from quickvit.ops.operator import fused_operator, kernels, seen, straight, written
 from quickvit.ops.precision import product_dtype
 from quickvit.ops.rows import Rows, flat, lines
@@ -27,6 +27,7 @@ def octic_layer_norm(
 
     `pair_weight` weighs the two-dimensional irreps in the mean square; 1 keeps unit variance at unit variance.
     """
+    _require_channels(x, layout)
     if not fused(x, layout.group):
         return definition(x, gain, shift, eps, layout, pair_weight=pair_weight)
     y, _ = _norm(flat(x), *lines(gain, shift), eps, pair_weight, _output_dtype(x))
@@ -62,8 +63,11 @@ def octic_residual_norm(
             f"expected a factor for each of the {branch.shape[0]} samples of the branch, got sample_scale "
             f"{tuple(sample_scale.shape)}"
         )
+    _require_channels(x, layout)
+    _require_channels(branch, layout)
     some = added is not None or normed is not None
-    if not fused(x, layout.group) or (some and x.is_cpu):
+    # Nobody learns the factors of samples, so kernels have no gradient of them.
+    if not fused(x, layout.group) or (some and x.is_cpu) or needs_grad(sample_scale):
         x = residual(x, branch, layout, bias=bias, scale=scale, sample_scale=sample_scale, added=added)
         y = x if normed is None else normed.of(flat(x))
         return x, octic_layer_norm(y, gain, shift, eps, layout, pair_weight=pair_weight)
@@ -97,8 +101,11 @@ def octic_residual_norm(
 
 
 def _may_write(x: Tensor, branch: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether the sum can take the place of x, and its norm that of the branch."""
-    if not x.is_cuda or seen(x, branch, *parameters):
+    """Whether the sum can take the place of x, and its norm that of the branch.
+
+    With gradients a checkpoint may have kept both, to compute from them again, even if they need none themselves.
+    """
+    if not x.is_cuda or torch.is_grad_enabled() or seen(x, branch, *parameters):
         return False
     alike = x.shape == branch.shape and branch.dtype == _output_dtype(x)
     return alike and x.is_contiguous() and branch.is_contiguous()
@@ -107,6 +114,11 @@ def _may_write(x: Tensor, branch: Tensor, *parameters: Tensor | None) -> bool:
 @straight
 def _norm_into(x: Tensor, branch: Tensor, *rest: Any) -> None:
     kernels(x, "norm").residual_norm_forward(x, branch, *rest, into=(x, branch))
+
+
+def _require_channels(x: Tensor, layout: Layout) -> None:
+    if x.shape[-1] != layout.channels:
+        raise ValueError(f"expected {layout.channels} channels, as the layout has, got {x.shape[-1]}")
 
 
 def residual(

@@ -44,7 +44,8 @@ def seen(*arguments: Any) -> bool:
         for tensor in argument if isinstance(argument, list) else (argument,):
             if isinstance(tensor, Tensor):
                 plain = type(tensor) in (Tensor, torch.nn.Parameter)
-                if not plain or (graded and tensor.requires_grad):
+                # Entries of negative ones (views of conjugates) are stored without their sign.
+                if not plain or (graded and tensor.requires_grad) or tensor.is_neg():
                     return True
     return False
 

@@ -56,7 +56,8 @@ static void normalise(const norm_job *j, const float *z, float *y, float *statis
         }
         squares += (WIDTH[b] == 2 ? j->pair_weight : 1) * total(square);
     }
-    float rstd = statistics[BLOCKS] = 1 / sqrtf(squares / (8 * copies) + j->eps);
+    /* Squares that overflow would give zeros, which nobody takes for a run that has diverged. */
+    float rstd = statistics[BLOCKS] = isfinite(squares) ? 1 / sqrtf(squares / (8 * copies) + j->eps) : NAN;
     for (int b = 0; b < BLOCKS; b++) {
         int64_t at = START[b] * copies, n = WIDTH[b] * copies;
         const float *gain = j->gain + GAIN[b] * copies;

@@ -111,4 +111,12 @@ def residual_norm_backward(
     # An operator's results share no memory.
     sums = sums.sum(0).split([6 * copies, copies, 6 * copies, copies])
     dgain, dshift, dscale, dbias = (part.clone() for part in sums)
-    return dx, dbranch, dgain, dshift, None if scale is None else dscale, None if bias is None else dbias
+    # Of the types that compiled models were promised, those of what they are gradients of.
+    return (
+        dx,
+        None if branch is None or dbranch is None else dbranch.to(branch.dtype),
+        dgain.to(gain.dtype),
+        dshift.to(gain.dtype),
+        None if scale is None else dscale.to(scale.dtype),
+        None if bias is None else dbias.to(bias.dtype),
+    )

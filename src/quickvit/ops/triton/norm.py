@@ -149,7 +149,8 @@ def _norm_forward(
                 z = tl.where(tiles[t][2], stream[t].to(tl.float32) - plane_mean[:, None], 0.0)
                 square += PAIR_WEIGHT * tl.sum(tl.sum(z * z, axis=1), axis=0)
             centred += (z,)
-        rstd = tl.math.rsqrt(square * (0.125 / M) + EPS)
+        # Squares that overflow would give zeros, which nobody takes for a run that has diverged.
+        rstd = tl.where(square < float("inf"), tl.math.rsqrt(square * (0.125 / M) + EPS), float("nan"))
         ys = ()
         for t in tl.static_range(len(tiles)):
             z = centred[t] * rstd * gains[t].to(tl.float32)
