@@ -14,11 +14,15 @@ from PIL import Image
 from timm.layers import DropPath
 from timm.loss import BinaryCrossEntropy
 
-from quickvit import CheckpointError, load_checkpoint
+from quickvit import CheckpointError, QuickVisionTransformer, load_checkpoint, save_checkpoint
 from quickvit.data import Mixing, TooManyUnreadable
 from quickvit.data.preprocessing import preprocessing
+from quickvit.models import create_model
+from quickvit.models.checkpoints import save_weights
+from quickvit.models.standard import standard_config
 from quickvit.recipes import Deit3, Deit3Config
 from quickvit.recipes.deit3 import bce_loss, build_model, resolve, train
+from quickvit.testing import randomize
 from quickvit.train import RunConfig, World, read_metrics
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -54,6 +58,13 @@ def config(images, tmp_path):
         batch_size=6,
         run=RunConfig(workers=0, device="cpu"),
     )
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """A file of weights that does not say what model they are of."""
+    save_weights({"blocks.0.ls1.gamma": torch.ones(8)}, tmp_path / "weights.safetensors")
+    return tmp_path / "weights.safetensors"
 
 
 def paper(name, images, **changes):
@@ -95,8 +106,8 @@ def test_values_by_size(images, name, rate, decay, drop_path):
     assert (config.learning_rate, config.weight_decay, config.drop_path) == (rate, decay, drop_path)
 
 
-def test_fine_tuning_has_values_of_its_own(images):
-    config = paper("baseline_large_patch16_224", images, finetune=Path("model.safetensors"), img_size=384)
+def test_fine_tuning_has_values_of_its_own(images, weights):
+    config = paper("baseline_large_patch16_224", images, finetune=weights, img_size=384)
     assert (config.epochs, config.batch_size, config.optimizer, config.learning_rate) == (
         20,
         512,
@@ -145,8 +156,8 @@ def test_wrong_values_are_named_before_anything_takes_time(config, changes, mess
         resolve(config, CPU)
 
 
-def test_fine_tuning_by_bce_smoothes_nothing(images):
-    options = {"finetune": Path("model.safetensors"), "loss": "bce"}
+def test_fine_tuning_by_bce_smoothes_nothing(images, weights):
+    options = {"finetune": weights, "loss": "bce"}
     assert paper("baseline_large_patch16_224", images, **options).smoothing == 0.0
 
 
@@ -385,6 +396,49 @@ def test_fine_tuning_another_model(config, tmp_path):
     other = replace(config, finetune=start, model="quickvit_h8_tiny_patch16_224")
     with pytest.raises(CheckpointError, match=r"does not fit the model: unexpected invariant\.proj"):
         build_model(resolve(other, CPU))
+
+
+def checkpoint(folder, **changes):
+    """A classifier for the fixture's configuration, whose norms and biases are not those of a new model."""
+    options = {"img_size": 16, "patch_size": 4, "num_classes": 6, "init_values": 0.1, "family": "i8", **SMALL}
+    torch.manual_seed(0)
+    model = randomize(QuickVisionTransformer(**{**options, **changes}))
+    save_checkpoint(model, folder / "start.safetensors")
+    return folder / "start.safetensors"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"released_norm": True}, {"global_pool": "avg", "fc_norm": False}, {"octic_depth": 2}],
+    ids=str,
+)
+def test_fine_tuning_starts_with_the_outputs_of_the_checkpoint(config, tmp_path, changes):
+    start = checkpoint(tmp_path, **changes)
+    chosen = resolve(replace(config, finetune=start, octic_depth=changes.get("octic_depth")), CPU)
+    image = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(build_model(chosen).eval()(image), load_checkpoint(start).eval()(image))
+    assert resolve(chosen, CPU) == chosen
+
+
+def test_what_is_asked_for_wins_over_what_the_checkpoint_has(config, tmp_path):
+    start = checkpoint(tmp_path, released_norm=True)
+    chosen = replace(config, finetune=start, model_args={**SMALL, "released_norm": False})
+    assert build_model(resolve(chosen, CPU)).config["released_norm"] is False
+
+
+def test_weights_for_other_heads(config, tmp_path):
+    start = checkpoint(tmp_path)
+    other = replace(config, finetune=start, model_args={**SMALL, "num_heads": 4})
+    with pytest.raises(
+        ValueError, match=r"num_heads must be the 2 of .*start\.safetensors, got 4; set num_heads"
+    ):
+        resolve(other, CPU)
+    options = {"img_size": 16, "patch_size": 4, **SMALL}
+    baseline = create_model("baseline_tiny_patch16_224", **options)
+    save_weights(baseline.state_dict(), start, standard_config(baseline))
+    with pytest.raises(ValueError, match=r"num_heads must be the 2 of .*, got 4"):
+        resolve(replace(other, model="baseline_tiny_patch16_224"), CPU)
 
 
 # ---------------------------------------------------------------------- data

@@ -35,7 +35,7 @@ from quickvit.evaluate.accuracy import measure_accuracy
 from quickvit.models import ViT
 from quickvit.models.declared import LABELS, declare
 from quickvit.recipes.config import as_plain, given, row
-from quickvit.recipes.model import ModelArguments, build, create, save_model, with_positions
+from quickvit.recipes.model import ModelArguments, build, create, save_model, started_from
 from quickvit.recipes.run import carry_out
 from quickvit.train import (
     Outcome,
@@ -223,7 +223,7 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
     resolved = {
         **defaults,
         **known,
-        "model_args": with_positions(config, config.finetune),
+        **started_from(config, config.finetune),
         "classes": config.classes or len(source.classes),
         "steps_per_epoch": steps,
         "precision": precision,

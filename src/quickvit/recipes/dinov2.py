@@ -43,7 +43,7 @@ from quickvit.recipes.dino.losses import koleo_loss
 from quickvit.recipes.dino.progress import collect, scores
 from quickvit.recipes.dino.targets import Centering, Comparison, Logits, Targets
 from quickvit.recipes.dino.watch import diagnose, feature_std
-from quickvit.recipes.model import ModelArguments, build, create, patch_size, save_model, with_positions
+from quickvit.recipes.model import ModelArguments, build, create, patch_size, save_model, started_from
 from quickvit.recipes.run import carry_out
 from quickvit.train import (
     Outcome,
@@ -290,7 +290,7 @@ def resolve(config: C, device: torch.device) -> C:
         frozen_steps=_or(config.frozen_steps, round(FROZEN * steps)),
         group=_or(config.group, _group(config.images_of_gpu(model.embed_dim), batch_size)),
         precision=precision,
-        model_args=with_positions(config, config.finetune),
+        **started_from(config, config.finetune),
         run=replace(
             config.run, evaluate_every=_or(config.run.evaluate_every, max(1, steps // config.EVALUATIONS))
         ),

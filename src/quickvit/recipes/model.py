@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import torch
 from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import nn
@@ -12,13 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from quickvit.layers import StandardBlock
 from quickvit.models import QuickVisionTransformer, ViT, create_model
-from quickvit.models.checkpoints import load_weights, read_checkpoint, restore, save_checkpoint, save_weights
-from quickvit.models.standard import standard_config
+from quickvit.models.checkpoints import load_weights, read_checkpoint, save_checkpoint, save_weights
+from quickvit.models.standard import restore_any, standard_config
 from quickvit.train import World
 
 ModelArguments = dict[str, int | float | str | bool | None]
 # What need not come from a checkpoint: other classes need another head, and not everyone hides patches.
 REPLACEABLE = ("head.weight", "head.bias", "mask_token.weight")
+# What decides a Quick ViT's outputs and leaves no trace in the shapes of its weights; the last goes with the pooling.
+UNSEEN = ("released_norm", "global_pool", "fc_norm")
 
 
 class Architecture(Protocol):
@@ -129,13 +132,42 @@ def build(config: Architecture, classes: int, checkpoint: Path | None = None, **
     return model
 
 
-def with_positions(config: Architecture, checkpoint: Path | None) -> ModelArguments | None:
-    """The model's arguments, with the grid of the positions that the checkpoint of a Quick ViT has learned."""
-    if checkpoint is None or not config.model.startswith("quickvit_"):
-        return config.model_args
-    state, theirs = read_checkpoint(checkpoint)
-    grid = restore(theirs, state, str(checkpoint)).pos_embed.grid_size
-    return {**(config.model_args or {}), "pos_grid": grid}
+def started_from(config: Architecture, checkpoint: Path | None) -> dict[str, Any]:
+    """The values of a configuration that the checkpoint of a fine-tuning decides, because weights do not show them.
+
+    Those of a Quick ViT are the grid of its positions and, unless `model_args` name them, its layer norm and pooling.
+    """
+    arguments = config.model_args
+    if checkpoint is None:
+        return {"model_args": arguments}
+    state, about = read_checkpoint(checkpoint)
+    if about is None and not config.model.startswith("quickvit_"):
+        return {"model_args": arguments}
+    theirs = restore_any(about, state, str(checkpoint))
+    with torch.device("meta"):
+        ours = create(config, classes=0)
+    _require_same_heads(ours, theirs, checkpoint)
+    if isinstance(ours, QuickVisionTransformer) and isinstance(theirs, QuickVisionTransformer):
+        given = arguments or {}
+        taken = {
+            name: value
+            for name in UNSEEN
+            if name not in given and (value := theirs.config[name]) != ours.config[name]
+        }
+        arguments = {**given, **taken, "pos_grid": theirs.pos_embed.grid_size}
+    return {"model_args": arguments}
+
+
+def _require_same_heads(ours: ViT, theirs: ViT, checkpoint: Path) -> None:
+    """Weights have the same shapes for any number of heads, and another meaning."""
+    asked, there = (
+        next((module.num_heads for module in model.blocks.modules() if hasattr(module, "num_heads")), None)
+        for model in (ours, theirs)
+    )
+    if ours.embed_dim == theirs.embed_dim and asked != there:
+        raise ValueError(
+            f"num_heads must be the {there} of {checkpoint}, got {asked}; set num_heads in model_args to {there}"
+        )
 
 
 def save_model(model: nn.Module, path: Path, world: World) -> None:
