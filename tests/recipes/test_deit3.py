@@ -18,8 +18,8 @@ from quickvit import CheckpointError, QuickVisionTransformer, load_checkpoint, s
 from quickvit.data import Mixing, TooManyUnreadable
 from quickvit.data.preprocessing import preprocessing
 from quickvit.models import create_model
-from quickvit.models.checkpoints import save_weights
-from quickvit.models.standard import standard_config
+from quickvit.models.checkpoints import read_checkpoint, save_weights
+from quickvit.models.standard import restore_any, standard_config
 from quickvit.recipes import Deit3, Deit3Config
 from quickvit.recipes.deit3 import bce_loss, build_model, resolve, train
 from quickvit.testing import randomize
@@ -409,7 +409,13 @@ def checkpoint(folder, **changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"released_norm": True}, {"global_pool": "avg", "fc_norm": False}, {"octic_depth": 2}],
+    [
+        {},
+        {"init_values": None},
+        {"released_norm": True},
+        {"global_pool": "avg", "fc_norm": False},
+        {"octic_depth": 2},
+    ],
     ids=str,
 )
 def test_fine_tuning_starts_with_the_outputs_of_the_checkpoint(config, tmp_path, changes):
@@ -419,6 +425,24 @@ def test_fine_tuning_starts_with_the_outputs_of_the_checkpoint(config, tmp_path,
     with torch.no_grad():
         assert torch.equal(build_model(chosen).eval()(image), load_checkpoint(start).eval()(image))
     assert resolve(chosen, CPU) == chosen
+
+
+@pytest.mark.parametrize(
+    "name", ["quickvit_i8_tiny_patch16_224", "baseline_tiny_patch16_224", "deit3_small_patch16_224"]
+)
+@pytest.mark.parametrize(
+    "changes", [{"layer_scale": None}, {"model_args": {**SMALL, "init_values": None}}], ids=str
+)
+def test_models_without_layer_scale_are_trained_and_fine_tuned(config, name, changes, tmp_path):
+    first = replace(config, model=name, epochs=1, **changes)
+    train(first)
+    start = first.out / "model.safetensors"
+    state, about = read_checkpoint(start)
+    assert not any("ls1" in tensor for tensor in state)
+    assert restore_any(about, state).state_dict().keys() == state.keys()
+    second = resolve(replace(config, model=name, finetune=start, out=tmp_path / "second"), CPU)
+    assert second.layer_scale is None
+    assert build_model(second).state_dict().keys() == state.keys()
 
 
 def test_what_is_asked_for_wins_over_what_the_checkpoint_has(config, tmp_path):

@@ -669,6 +669,15 @@ def test_a_backbone_with_a_head_and_without_a_mask_token_will_do(config, tmp_pat
     assert not vit.mask_token.weight.any()
 
 
+def test_models_without_layer_scale(config, tmp_path):
+    options = {"img_size": 16, "patch_size": 4, "num_classes": 0, **tiny_runs.MODEL}
+    save_checkpoint(QuickVisionTransformer(**options), tmp_path / "backbone.safetensors")
+    for changes in ({"layer_scale": None}, {"finetune": tmp_path / "backbone.safetensors"}):
+        recipe = recipe_of(config(**changes))
+        assert recipe.config.layer_scale is None
+        assert not any("ls1" in name for name in recipe.modules["student"].state_dict())
+
+
 def test_settings_of_another_run_are_refused(config):
     train(config(steps=3))
     with pytest.raises(ValueError, match=r"with other settings: asked for momentum 0\.5 instead of 0\.992"):

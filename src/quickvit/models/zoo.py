@@ -94,13 +94,22 @@ def create_model(name: str, **options: Any) -> ViT:
         model: ViT = create_baseline(size, **{"patch_size": patch, **options})
     else:
         _require_vit(name)
-        created = timm.create_model(name, **options)
+        created = _create_by_timm(name, options)
         assert isinstance(created, ViT)
         model = _with_packing(created) if isinstance(created, VisionTransformer) else created
     if isinstance(model, VisionTransformer):
         config: Any = {STANDARD: name, **options}
         model.config = config
     return model
+
+
+def _create_by_timm(name: str, options: dict[str, Any]) -> Any:
+    """timm's create_model, which leaves out arguments that are None: of init_values, that means no layer scale."""
+    if options.get("init_values", 0.0) is not None:
+        return timm.create_model(name, **options)
+    architecture, _, tag = name.partition(".")
+    kept = {name: value for name, value in options.items() if value is not None or name == "init_values"}
+    return timm.model_entrypoint(architecture)(pretrained_cfg=tag or None, **kept)
 
 
 def _with_packing(model: VisionTransformer) -> VisionTransformer:

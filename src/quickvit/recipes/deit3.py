@@ -35,7 +35,7 @@ from quickvit.evaluate.accuracy import measure_accuracy
 from quickvit.models import ViT
 from quickvit.models.declared import LABELS, declare
 from quickvit.recipes.config import as_plain, given, row
-from quickvit.recipes.model import ModelArguments, build, create, save_model, started_from
+from quickvit.recipes.model import LayerScale, ModelArguments, build, create, save_model, started_from
 from quickvit.recipes.run import carry_out
 from quickvit.train import (
     Outcome,
@@ -76,6 +76,8 @@ TRAINING: dict[str, Any] = {
     "smoothing": 0.0,
     "repeats": 3,
 }
+# DeiT III.
+LAYER_SCALE = 1e-4
 # DeiT III's commands for fine-tuning at 224 and 384 pixels, with ThreeAugment where they have RandAugment.
 FINETUNING: dict[str, Any] = {
     "epochs": 20,
@@ -118,8 +120,8 @@ class Deit3Config:
     """The invariant of a d8 or i8; power_spectrum by default. The paper's i8 of this recipe has polynomial."""
     lift: Literal["octic", "free"] | None = None
     """free for the paper's ablation without symmetry in the patch embedding (h8 and h2)."""
-    layer_scale: float = 1e-4
-    """Initial layer scale (DeiT III)."""
+    layer_scale: LayerScale = "auto"
+    """Initial layer scale: 1e-4 (DeiT III), or null for none. Fine-tuning has one if the checkpoint does."""
     model_args: ModelArguments | None = None
     """Further arguments of the model, for example {"depth": 6}."""
     epochs: int | None = None
@@ -223,6 +225,7 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
     resolved = {
         **defaults,
         **known,
+        "layer_scale": LAYER_SCALE if config.layer_scale == "auto" else config.layer_scale,
         **started_from(config, config.finetune),
         "classes": config.classes or len(source.classes),
         "steps_per_epoch": steps,

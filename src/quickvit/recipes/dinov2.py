@@ -43,7 +43,15 @@ from quickvit.recipes.dino.losses import koleo_loss
 from quickvit.recipes.dino.progress import collect, scores
 from quickvit.recipes.dino.targets import Centering, Comparison, Logits, Targets
 from quickvit.recipes.dino.watch import diagnose, feature_std
-from quickvit.recipes.model import ModelArguments, build, create, patch_size, save_model, started_from
+from quickvit.recipes.model import (
+    LayerScale,
+    ModelArguments,
+    build,
+    create,
+    patch_size,
+    save_model,
+    started_from,
+)
 from quickvit.recipes.run import carry_out
 from quickvit.train import (
     Outcome,
@@ -160,8 +168,9 @@ class Dinov2Config:
     """The invariant of a d8 or i8; power_spectrum by default, as in the paper's models of this recipe."""
     lift: Literal["octic", "free"] | None = None
     """free for the paper's ablation without symmetry in the patch embedding (h8 and h2)."""
-    layer_scale: float | None = None
-    """Initial layer scale: 1e-5 (Quick ViTs), 0.1 with the small preset."""
+    layer_scale: LayerScale = "auto"
+    """Initial layer scale: 1e-5 (Quick ViTs), 0.1 with the small preset, or null for none. With a checkpoint,
+    there is one if it has one."""
     model_args: ModelArguments | None = None
     """Further arguments of the model, for example {"depth": 6}."""
     steps: int | None = None
@@ -276,13 +285,15 @@ def resolve(config: C, device: torch.device) -> C:
     chosen = {
         name: _or(getattr(config, name), value) for name, value in config.defaults(model.embed_dim).items()
     }
+    if config.layer_scale != "auto":
+        chosen["layer_scale"] = config.layer_scale
     steps, batch_size = chosen["steps"], chosen["batch_size"]
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "float32"
     return replace(
         config,
-        **chosen,
+        **{**chosen, **started_from(config, config.finetune)},
         drop_path_subset=_or(config.drop_path_subset, chosen["drop_path"] > SUBSET),
         local_size=_or(config.local_size, max(1, round(config.img_size * 96 / 224 / patch)) * patch),
         warmup_steps=_or(config.warmup_steps, round(WARMUP * steps)),
@@ -290,7 +301,6 @@ def resolve(config: C, device: torch.device) -> C:
         frozen_steps=_or(config.frozen_steps, round(FROZEN * steps)),
         group=_or(config.group, _group(config.images_of_gpu(model.embed_dim), batch_size)),
         precision=precision,
-        **started_from(config, config.finetune),
         run=replace(
             config.run, evaluate_every=_or(config.run.evaluate_every, max(1, steps // config.EVALUATIONS))
         ),
@@ -597,7 +607,7 @@ def _group(images: int, batch_size: int) -> int:
 
 
 def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
+    return default if value in (None, "auto") else value
 
 
 def _check(config: Dinov2Config) -> None:

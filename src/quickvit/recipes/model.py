@@ -18,6 +18,8 @@ from quickvit.models.standard import restore_any, standard_config
 from quickvit.train import World
 
 ModelArguments = dict[str, int | float | str | bool | None]
+# None is no layer scale, and auto what the recipe or the checkpoint has.
+LayerScale = float | Literal["auto"] | None
 # What need not come from a checkpoint: other classes need another head, and not everyone hides patches.
 REPLACEABLE = ("head.weight", "head.bias", "mask_token.weight")
 # What decides a Quick ViT's outputs and leaves no trace in the shapes of its weights; the last goes with the pooling.
@@ -58,7 +60,7 @@ class Architecture(Protocol):
         ...
 
     @property
-    def layer_scale(self) -> float | None:
+    def layer_scale(self) -> LayerScale:
         """Initial layer scale."""
         ...
 
@@ -89,7 +91,7 @@ def create(
     options: dict[str, Any] = {
         "img_size": config.img_size,
         "num_classes": classes,
-        "init_values": config.layer_scale,
+        **({} if config.layer_scale == "auto" else {"init_values": config.layer_scale}),
         **({"dynamic_img_size": True} if crops else {}),
         **ablation,
         **(config.model_args or {}),
@@ -133,29 +135,32 @@ def build(config: Architecture, classes: int, checkpoint: Path | None = None, **
 
 
 def started_from(config: Architecture, checkpoint: Path | None) -> dict[str, Any]:
-    """The values of a configuration that the checkpoint of a fine-tuning decides, because weights do not show them.
+    """The values of a configuration that the checkpoint of a fine-tuning decides, where it and the recipe differ.
 
-    Those of a Quick ViT are the grid of its positions and, unless `model_args` name them, its layer norm and pooling.
+    That is whether there is a layer scale; for Quick ViTs also the grid of positions and, unless `model_args` name
+    them, layer norm and pooling.
     """
-    arguments = config.model_args
     if checkpoint is None:
-        return {"model_args": arguments}
+        return {}
     state, about = read_checkpoint(checkpoint)
+    # timm's name, and that of DeiT III.
+    scaled = any(".ls1." in name or ".gamma_1" in name for name in state)
+    values: dict[str, Any] = {} if scaled else {"layer_scale": None}
     if about is None and not config.model.startswith("quickvit_"):
-        return {"model_args": arguments}
+        return values
     theirs = restore_any(about, state, str(checkpoint))
     with torch.device("meta"):
         ours = create(config, classes=0)
     _require_same_heads(ours, theirs, checkpoint)
     if isinstance(ours, QuickVisionTransformer) and isinstance(theirs, QuickVisionTransformer):
-        given = arguments or {}
+        given = config.model_args or {}
         taken = {
             name: value
             for name in UNSEEN
             if name not in given and (value := theirs.config[name]) != ours.config[name]
         }
-        arguments = {**given, **taken, "pos_grid": theirs.pos_embed.grid_size}
-    return {"model_args": arguments}
+        values["model_args"] = {**given, **taken, "pos_grid": theirs.pos_embed.grid_size}
+    return values
 
 
 def _require_same_heads(ours: ViT, theirs: ViT, checkpoint: Path) -> None:
