@@ -118,6 +118,14 @@ def test_fine_tuning_has_values_of_its_own(images, weights):
     assert (config.drop_path, config.img_size) == (0.45, 384)
 
 
+def test_a_small_learning_rate_does_not_rise_to_the_end(config, images):
+    chosen = resolve(replace(config, learning_rate=1e-6, warmup_epochs=0, optimizer="adamw"), CPU)
+    assert chosen.final_learning_rate == 1e-6
+    assert paper("quickvit_h8_large_patch16_224", images, learning_rate=2e-5).final_learning_rate == 1e-5
+    group, *_ = Deit3(chosen).optimizer().param_groups
+    assert {group["schedules"]["lr"](step) for step in range(6)} == {1e-6}
+
+
 def test_what_is_given_is_kept(images):
     config = paper("quickvit_h8_large_patch16_224", images, learning_rate=1e-3, drop_path=0.0, loss="ce")
     assert (config.learning_rate, config.drop_path, config.loss) == (1e-3, 0.0, "ce")
@@ -144,6 +152,10 @@ def test_a_batch_larger_than_the_data(config):
         ({"epochs": -3}, "epochs must be at least 1, got -3"),
         ({"clip": 0.0}, r"clip must be above 0, or null for no clipping, got 0\.0"),
         ({"clip": -1.0}, r"clip must be above 0, or null for no clipping, got -1\.0"),
+        (
+            {"learning_rate": 1e-6, "final_learning_rate": 1e-5},
+            "final_learning_rate must be at most the learning rate of 1e-06, got 1e-05; lower it, or leave it out",
+        ),
         ({"classes": 5}, r"classes must be the 6 of .*train, got 5"),
         ({"classes": 7}, r"classes must be the 6 of .*train, got 7; classes without images can be named"),
         ({"smoothing": 0.1}, r"smoothing must be 0 with the loss bce, .*got 0\.1; use --loss ce"),

@@ -208,6 +208,16 @@ def test_above_a_rate_of_a_tenth_samples_are_left_out_of_the_computation(config,
     assert handles
 
 
+def test_a_small_learning_rate_does_not_rise_to_the_end(config):
+    # Of a batch of 8, it is √(8 / 1024) of what it is of 1024.
+    chosen = resolve(config(learning_rate=1e-6), CPU)
+    assert chosen.final_learning_rate == pytest.approx(1e-6 * math.sqrt(8 / 1024))
+    assert resolve(chosen, CPU) == chosen
+    assert resolve(config(learning_rate=1e-3), CPU).final_learning_rate == 1e-6
+    with pytest.raises(ValueError, match=r"final_learning_rate must be at most .* of 8\.8\d+e-08, got 1e-06"):
+        resolve(config(learning_rate=1e-6, final_learning_rate=1e-6), CPU)
+
+
 def test_prototypes_stay_while_they_are_frozen(config):
     recipe = recipe_of(config(frozen_steps=2, steps=20, warmup_steps=0))
     trainer, batches = Trainer(recipe, RunConfig()), recipe.batches(0, World())

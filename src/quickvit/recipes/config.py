@@ -22,6 +22,16 @@ def given(value: T | None) -> T:
     return value
 
 
+def end_of_rate(asked: float | None, default: float, peak: float) -> float:
+    """Where a learning rate ends that falls from its peak: as asked, or at the default unless the peak is lower."""
+    if asked is not None and asked > peak:
+        raise ValueError(
+            f"final_learning_rate must be at most the learning rate of {peak:g}, got {asked:g}; lower it, or leave "
+            "it out"
+        )
+    return min(default, peak) if asked is None else asked
+
+
 def as_plain(config: Any) -> dict[str, Any]:
     """A configuration as JSON knows it."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))

@@ -34,7 +34,7 @@ from quickvit.data.transforms import Where
 from quickvit.evaluate.accuracy import measure_accuracy
 from quickvit.models import ViT
 from quickvit.models.declared import LABELS, declare
-from quickvit.recipes.config import as_plain, given, row
+from quickvit.recipes.config import as_plain, end_of_rate, given, row
 from quickvit.recipes.model import LayerScale, ModelArguments, build, create, save_model, started_from
 from quickvit.recipes.run import carry_out
 from quickvit.train import (
@@ -77,7 +77,7 @@ TRAINING: dict[str, Any] = {
     "repeats": 3,
 }
 # DeiT III.
-LAYER_SCALE = 1e-4
+LAYER_SCALE, FINAL_LEARNING_RATE = 1e-4, 1e-5
 # DeiT III's commands for fine-tuning at 224 and 384 pixels, with ThreeAugment where they have RandAugment.
 FINETUNING: dict[str, Any] = {
     "epochs": 20,
@@ -136,8 +136,8 @@ class Deit3Config:
     """3e-3, 4e-3 up to ViT-S, 1e-5 for fine-tuning; not scaled by the batch size."""
     warmup_learning_rate: float = 1e-6
     """Where the warm-up begins (DeiT III)."""
-    final_learning_rate: float = 1e-5
-    """Where the cosine ends (DeiT III)."""
+    final_learning_rate: float | None = None
+    """Where the cosine ends: 1e-5 (DeiT III), or the learning rate if that is smaller."""
     weight_decay: float | None = None
     """0.02, 0.05 up to ViT-B, 0.1 for fine-tuning."""
     layer_decay: float | None = None
@@ -206,6 +206,8 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
         # Its targets are 1 for every class that has a part in an image, however small.
         defaults["smoothing"] = 0.0
     known = {name: value for name in defaults if (value := getattr(config, name)) is not None}
+    peak = {**defaults, **known}["learning_rate"]
+    known["final_learning_rate"] = end_of_rate(config.final_learning_rate, FINAL_LEARNING_RATE, peak)
     _check(config, {**defaults, **known})
     source = _open_source(config.data, "train")
     if config.classes is not None and config.classes != len(source.classes):
@@ -287,7 +289,7 @@ class Deit3(Recipe):
         config = self.config
         lr = warmup_cosine(
             given(config.learning_rate),
-            config.final_learning_rate,
+            given(config.final_learning_rate),
             self.total_steps,
             round(config.warmup_epochs * self.steps_per_epoch),
             config.warmup_learning_rate,

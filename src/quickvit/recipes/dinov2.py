@@ -36,7 +36,7 @@ from quickvit.data.transforms import Where
 from quickvit.evaluate.classification import KnnClassifier, Splits, open_splits
 from quickvit.evaluate.extract import Features
 from quickvit.evaluate.knn import TEMPERATURE
-from quickvit.recipes.config import as_plain, given, row
+from quickvit.recipes.config import as_plain, end_of_rate, given, row
 from quickvit.recipes.dino.backbone import CropEncoder, HiddenPatches
 from quickvit.recipes.dino.head import DinoHead
 from quickvit.recipes.dino.losses import koleo_loss
@@ -76,6 +76,7 @@ MODEL = "model.safetensors"
 SNAPSHOTS = "teachers"
 # DINOv2 scales the learning rate by √(batch / 1024).
 REFERENCE_BATCH = 1024
+FINAL_LEARNING_RATE = 1e-6
 # Images of a GPU in the paper, for ViT-L; a ViT-H has half as many on twice the GPUs.
 GROUP, LARGE_GROUP, LARGE = 64, 32, 1280
 # The rate of stochastic depth above which DINOv2 leaves samples out of the computation.
@@ -179,8 +180,8 @@ class Dinov2Config:
     """Images per update of all GPUs together: 1024 (Quick ViTs), 256 with the small preset."""
     learning_rate: float | None = None
     """For a batch of 1024, scaled by √(batch / 1024): 4e-3 (Quick ViTs), 3e-3 with the small preset."""
-    final_learning_rate: float = 1e-6
-    """Where the cosine ends (DINOv2)."""
+    final_learning_rate: float | None = None
+    """Where the cosine ends: 1e-6 (DINOv2), or the scaled learning rate if that is smaller."""
     warmup_steps: int | None = None
     """Updates in which the learning rate rises: a tenth of all (Quick ViTs: 12,500 of 125,000)."""
     layer_decay: float = 0.9
@@ -288,12 +289,14 @@ def resolve(config: C, device: torch.device) -> C:
     if config.layer_scale != "auto":
         chosen["layer_scale"] = config.layer_scale
     steps, batch_size = chosen["steps"], chosen["batch_size"]
+    peak = _peak(chosen["learning_rate"], batch_size)
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "float32"
     return replace(
         config,
         **{**chosen, **started_from(config, config.finetune)},
+        final_learning_rate=end_of_rate(config.final_learning_rate, FINAL_LEARNING_RATE, peak),
         drop_path_subset=_or(config.drop_path_subset, chosen["drop_path"] > SUBSET),
         local_size=_or(config.local_size, max(1, round(config.img_size * 96 / 224 / patch)) * patch),
         warmup_steps=_or(config.warmup_steps, round(WARMUP * steps)),
@@ -382,8 +385,8 @@ class Dinov2(Recipe):
         """AdamW with DINOv2's schedules, the prototypes frozen at first."""
         config = self.config
         lr = warmup_then_cosine(
-            given(config.learning_rate) * math.sqrt(self.batch_size / REFERENCE_BATCH),
-            config.final_learning_rate,
+            _peak(given(config.learning_rate), self.batch_size),
+            given(config.final_learning_rate),
             self.total_steps,
             given(config.warmup_steps),
         )
@@ -599,6 +602,11 @@ def _open(data: dict[str, float] | str, keep: bool) -> Source:
 def _risen(start: float, end: float, steps: int) -> Schedule:
     """A line from `start` to `end`, then `end`."""
     return warmup_then_cosine(end, end, steps, steps, start)
+
+
+def _peak(learning_rate: float, batch_size: int) -> float:
+    """The learning rate of a batch."""
+    return learning_rate * math.sqrt(batch_size / REFERENCE_BATCH)
 
 
 def _group(images: int, batch_size: int) -> int:
