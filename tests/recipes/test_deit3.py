@@ -115,7 +115,15 @@ def test_fine_tuning_has_values_of_its_own(images, weights):
         1e-5,
     )
     assert (config.weight_decay, config.smoothing, config.loss, config.repeats) == (0.1, 0.1, "ce", 1)
-    assert (config.drop_path, config.img_size) == (0.45, 384)
+    assert (config.drop_path, config.img_size, config.clip) == (0.45, 384, None)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_clipping_that_is_asked_for(images, weights, clip):
+    for start in (None, weights):
+        config = paper("baseline_large_patch16_224", images, finetune=start, clip=clip)
+        assert config.clip == clip
+        assert resolve(config, CUDA).clip == clip
 
 
 def test_a_small_learning_rate_does_not_rise_to_the_end(config, images):

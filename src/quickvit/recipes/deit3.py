@@ -67,7 +67,8 @@ SIZES: dict[int, dict[str, Any]] = {
     1024: {"learning_rate": 3e-3, "weight_decay": 0.02, "drop_path": 0.4, "mixing_group": 128},
     1280: {"learning_rate": 3e-3, "weight_decay": 0.02, "drop_path": 0.5, "mixing_group": 64},
 }
-# Quick ViTs: 400 epochs, 5 of warm-up, batches of 2048, LAMB, BCE, repeated augmentation.
+# Quick ViTs: 400 epochs, 5 of warm-up, batches of 2048, LAMB, BCE, repeated augmentation, clipping. DeiT III: layer
+# scale.
 TRAINING: dict[str, Any] = {
     "epochs": 400,
     "batch_size": 2048,
@@ -75,10 +76,13 @@ TRAINING: dict[str, Any] = {
     "loss": "bce",
     "smoothing": 0.0,
     "repeats": 3,
+    "clip": 1.0,
+    "layer_scale": 1e-4,
 }
 # DeiT III.
-LAYER_SCALE, FINAL_LEARNING_RATE = 1e-4, 1e-5
-# DeiT III's commands for fine-tuning at 224 and 384 pixels, with ThreeAugment where they have RandAugment.
+FINAL_LEARNING_RATE = 1e-5
+# DeiT III's commands for fine-tuning at 224 and 384 pixels, with ThreeAugment where they have RandAugment. They leave
+# --clip-grad at its default, none; the 1 of training belongs to LAMB.
 FINETUNING: dict[str, Any] = {
     "epochs": 20,
     "batch_size": 512,
@@ -89,6 +93,7 @@ FINETUNING: dict[str, Any] = {
     "learning_rate": 1e-5,
     "weight_decay": 0.1,
     "mixing_group": 64,
+    "clip": None,
 }
 FINETUNING_DROP_PATH = {0: 0.0, 384: 0.0, 768: 0.2, 1024: 0.45, 1280: 0.55}
 # DeiT III's commands leave --opt-eps at its default, for FusedLAMB and for AdamW; timm's own LAMB would have 1e-6.
@@ -142,8 +147,8 @@ class Deit3Config:
     """0.02, 0.05 up to ViT-B, 0.1 for fine-tuning."""
     layer_decay: float | None = None
     """Factor of the learning rate from a layer to the one below, for fine-tuning; none in DeiT III."""
-    clip: float | None = 1.0
-    """Largest norm of the gradient (Quick ViTs)."""
+    clip: float | Literal["auto"] | None = "auto"
+    """Largest norm of the gradient, or null for no clipping: 1 (Quick ViTs), null for fine-tuning (DeiT III)."""
     drop_path: float | None = None
     """Stochastic depth, the same in all blocks: 0.4 for ViT-L, 0.5 for ViT-H (Quick ViTs), less for smaller ones."""
     loss: Literal["bce", "ce"] | None = None
@@ -205,10 +210,15 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
     if config.loss == "bce":
         # Its targets are 1 for every class that has a part in an image, however small.
         defaults["smoothing"] = 0.0
-    known = {name: value for name in defaults if (value := getattr(config, name)) is not None}
+    # None is a value of those that may be auto.
+    known = {
+        name: value
+        for name in defaults
+        if (value := getattr(config, name)) != ("auto" if name in ("clip", "layer_scale") else None)
+    }
     peak = {**defaults, **known}["learning_rate"]
     known["final_learning_rate"] = end_of_rate(config.final_learning_rate, FINAL_LEARNING_RATE, peak)
-    _check(config, {**defaults, **known})
+    _check({**defaults, **known})
     source = _open_source(config.data, "train")
     if config.classes is not None and config.classes != len(source.classes):
         raise ValueError(
@@ -227,7 +237,6 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
     resolved = {
         **defaults,
         **known,
-        "layer_scale": LAYER_SCALE if config.layer_scale == "auto" else config.layer_scale,
         **started_from(config, config.finetune),
         "classes": config.classes or len(source.classes),
         "steps_per_epoch": steps,
@@ -236,12 +245,13 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
     return replace(config, **resolved)
 
 
-def _check(config: Deit3Config, values: Mapping[str, Any]) -> None:
+def _check(values: Mapping[str, Any]) -> None:
     """Refuse a configuration that cannot be carried out."""
     if values["epochs"] < 1:
         raise ValueError(f"epochs must be at least 1, got {values['epochs']}")
-    if config.clip is not None and not config.clip > 0:
-        raise ValueError(f"clip must be above 0, or null for no clipping, got {config.clip}")
+    clip = values["clip"]
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip must be above 0, or null for no clipping, got {clip}")
     if values["loss"] == "bce" and values["smoothing"]:
         raise ValueError(
             f"smoothing must be 0 with the loss bce, whose targets it would all make 1, got {values['smoothing']}; "
@@ -261,7 +271,7 @@ class Deit3(Recipe):
 
     def __init__(self, config: Deit3Config) -> None:
         self.config = config
-        self.seed, self.clip = config.seed, config.clip
+        self.seed, self.clip = config.seed, None if config.clip == "auto" else config.clip
         self.batch_size, self.steps_per_epoch = given(config.batch_size), given(config.steps_per_epoch)
         self.total_steps = given(config.epochs) * self.steps_per_epoch
         self.precision: Precision = "float32" if config.precision == "auto" else config.precision
