@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 from dataclasses import replace
 from itertools import islice
 
@@ -228,6 +229,46 @@ def test_prototypes_stay_while_they_are_frozen(config):
         trainer.update(step, next(batches), stop=False)
     assert not torch.equal(head.prototypes, before[0])
     assert not torch.equal(head.mlp[0].weight, before[1])
+
+
+def dinov2_rule(name, depth, config):
+    """DINOv2's factors of learning rate and weight decay for a parameter, by its name in timm's ViTs or in ours."""
+    layer, backbone = depth + 1, name.startswith("student.")
+    if backbone and re.search("pos_embed|patch_embed|mask_token|cls_token|reg_token", name):
+        layer = 0
+    elif backbone and ".blocks." in name:
+        layer = int(name.split(".blocks.")[1].split(".")[0]) + 1
+    rate = config.layer_decay ** (depth + 1 - layer)
+    rate *= config.patch_embed_rate if "patch_embed" in name else 1
+    return rate, 0.0 if name.endswith(".bias") or re.search(r"norm|\.ls\d\.", name) else 1.0
+
+
+@pytest.mark.parametrize(
+    ("model", "octic_depth"),
+    [
+        ("quickvit_h8_tiny_patch16_224", None),
+        ("baseline_tiny_patch16_224", None),
+    ],
+)
+def test_weight_decay_by_dinov2s_rule(config, model, octic_depth):
+    recipe, found = rates_of(config, model, octic_depth)
+    for name, (_, decay) in found.items():
+        assert decay == pytest.approx(0.04 * dinov2_rule(name, 4, recipe.config)[1]), name
+
+
+def rates_of(config, model, octic_depth):
+    """A recipe, and learning rate and weight decay of all of its parameters in the first update after the warm-up."""
+    depth = {"model_args": {**tiny_runs.MODEL, "depth": 4, "reg_tokens": 1}, "octic_depth": octic_depth}
+    recipe = recipe_of(config(model=model, steps=100, warmup_steps=0, frozen_steps=0, **depth))
+    names = {
+        id(p): f"{key}.{n}"
+        for key in ("student", "student_head")
+        for n, p in recipe.modules[key].named_parameters()
+    }
+    optimizer = recipe.optimizer()
+    found = {names[id(p)]: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    assert found.keys() == set(names.values())
+    return recipe, found
 
 
 def test_the_token_of_a_standard_vit_has_the_rate_of_its_stem(config):

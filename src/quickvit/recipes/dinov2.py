@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from quickvit.data import (
@@ -65,6 +65,7 @@ from quickvit.train import (
     build_optimizer,
     cosine,
     follow,
+    parameter_group,
     parameter_groups,
     scaled,
     warmup_then_cosine,
@@ -396,13 +397,14 @@ class Dinov2(Recipe):
         # The last norm is a layer of its own; timm counts it to the last block.
         below = scaled(lr, config.layer_decay)
         rates = {"norm.": lr, "patch_embed.": scaled(below, config.patch_embed_rate)}
-        groups = parameter_groups(student.vit, below, decay, config.layer_decay, rates)
+        # Unlike timm, DINOv2 decays positions and tokens too.
+        groups = parameter_groups(student.vit, below, decay, config.layer_decay, rates, undecayed=())
         frozen = {"prototypes": lambda step: lr(step) if step >= given(config.frozen_steps) else 0.0}
         groups += parameter_groups(head, lr, decay, rates=frozen)
         if student.mask_token is not None:
             # It belongs to the layer of the patch embedding, as a Quick ViT's does.
             lowest = scaled(lr, config.layer_decay ** (len(student.vit.blocks) + 1))
-            groups += parameter_groups(nn.ParameterList([student.mask_token]), lowest, 0.0)
+            groups.append(parameter_group([student.mask_token], lowest, decay))
         return build_optimizer("adamw", groups)
 
     def after_step(self, step: int) -> None:

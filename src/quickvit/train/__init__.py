@@ -4,7 +4,7 @@ from quickvit.train.average import averaged_copy, follow
 from quickvit.train.checkpoint import Store
 from quickvit.train.distributed import World, bare, connected
 from quickvit.train.journal import Journal, read_metrics
-from quickvit.train.optimizers import Lamb, build_optimizer, parameter_groups
+from quickvit.train.optimizers import Lamb, build_optimizer, parameter_group, parameter_groups
 from quickvit.train.recipe import Precision, Recipe
 from quickvit.train.replay import Replay, read_capture, replay
 from quickvit.train.schedules import Schedule, constant, cosine, scaled, warmup_cosine, warmup_then_cosine
@@ -32,6 +32,7 @@ __all__ = [
     "constant",
     "cosine",
     "follow",
+    "parameter_group",
     "parameter_groups",
     "read_capture",
     "read_metrics",

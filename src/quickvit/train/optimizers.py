@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -117,14 +117,15 @@ def parameter_groups(
     weight_decay: float | Schedule,
     layer_decay: float | None = None,
     rates: Mapping[str, Schedule] | None = None,
+    undecayed: Collection[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Groups of a model's trained parameters, each once, with a schedule for what changes in them.
 
-    Vectors and what the model names in `no_weight_decay` are not decayed. With `layer_decay`, the learning rate
-    of a layer is multiplied by it once for every layer above. Both by timm's rules. rates: in place of `lr` for
-    parameters whose names begin so.
+    Vectors and `undecayed`, by default what the model names in `no_weight_decay`, are not decayed. With `layer_decay`,
+    the learning rate of a layer is multiplied by it once for every layer above. Both by timm's rules. rates: in place
+    of `lr` for parameters whose names begin so.
     """
-    excluded: set[str] = getattr(model, "no_weight_decay", set)()
+    excluded = getattr(model, "no_weight_decay", set)() if undecayed is None else undecayed
     if layer_decay is None:
         groups = param_groups_weight_decay(model, 1.0, no_weight_decay_list=excluded)
     else:
@@ -143,13 +144,18 @@ def parameter_groups(
         for p in group["params"]:
             kinds.setdefault((id(p) in stacks, special.get(id(p))), []).append(p)
         for (stacked, prefix), parameters in kinds.items():
-            schedules = {
-                "lr": scaled(lr if prefix is None else (rates or {})[prefix], group.get("lr_scale", 1.0)),
-                "weight_decay": scaled(decay, group["weight_decay"]),
-            }
-            initial = {name: schedule(0) for name, schedule in schedules.items()}
-            result.append({"params": parameters, "stacked": stacked, "schedules": schedules, **initial})
+            rate = scaled(lr if prefix is None else (rates or {})[prefix], group.get("lr_scale", 1.0))
+            result.append(parameter_group(parameters, rate, scaled(decay, group["weight_decay"]), stacked))
     return result
+
+
+def parameter_group(
+    parameters: list[nn.Parameter], lr: Schedule, weight_decay: Schedule, stacked: bool = False
+) -> dict[str, Any]:
+    """One group of parameters; see `Lamb` for those that are stacked."""
+    schedules = {"lr": lr, "weight_decay": weight_decay}
+    initial = {name: schedule(0) for name, schedule in schedules.items()}
+    return {"params": parameters, "stacked": stacked, "schedules": schedules, **initial}
 
 
 def set_schedules(optimizer: Optimizer, step: int) -> None:
