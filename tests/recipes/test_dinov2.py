@@ -247,13 +247,18 @@ def dinov2_rule(name, depth, config):
     ("model", "octic_depth"),
     [
         ("quickvit_h8_tiny_patch16_224", None),
+        ("quickvit_i8_tiny_patch16_224", 0),
+        ("quickvit_i8_tiny_patch16_224", 1),
+        ("quickvit_d8_tiny_patch16_224", None),
         ("baseline_tiny_patch16_224", None),
     ],
 )
-def test_weight_decay_by_dinov2s_rule(config, model, octic_depth):
+def test_learning_rates_and_weight_decay_by_dinov2s_rule(config, model, octic_depth):
     recipe, found = rates_of(config, model, octic_depth)
-    for name, (_, decay) in found.items():
-        assert decay == pytest.approx(0.04 * dinov2_rule(name, 4, recipe.config)[1]), name
+    peak = recipe.config.learning_rate * math.sqrt(8 / 1024)
+    for name, values in found.items():
+        rate, decay = dinov2_rule(name, 4, recipe.config)
+        assert values == pytest.approx((peak * rate, 0.04 * decay)), name
 
 
 def rates_of(config, model, octic_depth):

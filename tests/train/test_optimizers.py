@@ -160,7 +160,7 @@ def test_weight_decay_and_chosen_learning_rates_have_schedules():
     set_schedules(optimizer, 3)
     found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     by_name = {name: found[id(p)] for name, p in model.named_parameters()}
-    assert by_name["patch_embed.weight"]["lr"] == pytest.approx(0.6 * 0.0625)
+    assert by_name["patch_embed.weight"]["lr"] == pytest.approx(0.6)
     assert by_name["cls_token.weight"]["lr"] == 0.0625
     assert by_name["blocks.2.attn.qkv.weight"]["weight_decay"] == 3.04
     assert by_name["blocks.2.attn.qkv.bias"]["weight_decay"] == 0

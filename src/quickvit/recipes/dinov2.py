@@ -394,16 +394,17 @@ class Dinov2(Recipe):
         decay = cosine(config.weight_decay, config.final_weight_decay, self.total_steps)
         student, head = bare(self.modules["student"]), bare(self.modules["student_head"])
         assert isinstance(student, CropEncoder)
-        # The last norm is a layer of its own; timm counts it to the last block.
+        # What is neither a block nor below them is not slowed down, and counts as a layer above the last block.
         below = scaled(lr, config.layer_decay)
-        rates = {"norm.": lr, "patch_embed.": scaled(below, config.patch_embed_rate)}
+        lowest = scaled(lr, config.layer_decay ** (len(student.vit.blocks) + 1))
+        patches = scaled(lowest, config.patch_embed_rate)
+        rates = {"norm.": lr, "invariant.": lr, "patch_embed.": patches}
         # Unlike timm, DINOv2 decays positions and tokens too.
         groups = parameter_groups(student.vit, below, decay, config.layer_decay, rates, undecayed=())
         frozen = {"prototypes": lambda step: lr(step) if step >= given(config.frozen_steps) else 0.0}
         groups += parameter_groups(head, lr, decay, rates=frozen)
         if student.mask_token is not None:
             # It belongs to the layer of the patch embedding, as a Quick ViT's does.
-            lowest = scaled(lr, config.layer_decay ** (len(student.vit.blocks) + 1))
             groups.append(parameter_group([student.mask_token], lowest, decay))
         return build_optimizer("adamw", groups)
 

@@ -121,9 +121,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups of a model's trained parameters, each once, with a schedule for what changes in them.
 
-    Vectors and `undecayed`, by default what the model names in `no_weight_decay`, are not decayed. With `layer_decay`,
-    the learning rate of a layer is multiplied by it once for every layer above. Both by timm's rules. rates: in place
-    of `lr` for parameters whose names begin so.
+    Vectors and `undecayed`, by default what the model names in `no_weight_decay`, are not decayed. With
+    `layer_decay`, the learning rate of a layer is multiplied by it once for every layer above. Both by timm's rules.
+    rates: those of parameters whose names begin so, whatever their layer.
     """
     excluded = getattr(model, "no_weight_decay", set)() if undecayed is None else undecayed
     if layer_decay is None:
@@ -144,7 +144,7 @@ def parameter_groups(
         for p in group["params"]:
             kinds.setdefault((id(p) in stacks, special.get(id(p))), []).append(p)
         for (stacked, prefix), parameters in kinds.items():
-            rate = scaled(lr if prefix is None else (rates or {})[prefix], group.get("lr_scale", 1.0))
+            rate = scaled(lr, group.get("lr_scale", 1.0)) if prefix is None else (rates or {})[prefix]
             result.append(parameter_group(parameters, rate, scaled(decay, group["weight_decay"]), stacked))
     return result
 
