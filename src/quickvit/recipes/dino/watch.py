@@ -22,7 +22,8 @@ SAME_FEATURES = 0.01
 def feature_std(features: Tensor) -> Tensor:
     """The mean standard deviation of the channels of features [n, C] of unit length, times √C.
 
-    1 where they point in all directions, 0 where all are the same.
+    1 where they point in all directions, 0 where all are the same. Of few features it is smaller, so the mean over
+    the parts of a batch, which is logged, depends a little on how many ranks and backward passes there are.
     """
     return unit(features).std(0, correction=0).mean() * math.sqrt(features.shape[-1])
 
