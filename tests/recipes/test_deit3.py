@@ -519,3 +519,33 @@ def test_more_unreadable_images_than_allowed_stop_a_run(config, images, tmp_path
     with pytest.raises(TooManyUnreadable, match=re.escape(str(broken))):
         train(replace(config, max_unreadable=0))
     assert train(replace(config, out=tmp_path / "tolerant", max_unreadable=1)).steps == 6
+
+
+def test_a_run_is_not_resumed_with_other_classes(config, images, tmp_path):
+    """The folder may move, but what the model calls its answers stays."""
+    train(config)
+    moved = images.rename(images.with_name("moved"))
+    assert train(replace(config, data=str(moved))).steps == 4
+    for split in ("train", "val"):
+        folders = sorted(path for path in (moved / split).iterdir())
+        folders[0].rename(folders[0].with_name("zebra"))
+    with pytest.raises(ValueError, match="of a run with other settings: asked for class_names"):
+        train(replace(config, data=str(moved)))
+
+
+def test_two_runs_do_not_share_a_folder(config):
+    held = []
+
+    def begin(self, *arguments):
+        with pytest.raises(ValueError, match="another process is training in"):
+            train(config)
+        held.append(True)
+        return batches(self, *arguments)
+
+    batches = Deit3.batches
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Deit3, "batches", begin)
+        train(config)
+    assert held == [True]
+    # It is free again.
+    assert train(config).steps == 4

@@ -77,11 +77,9 @@ def linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -
         raise ValueError(
             f"expected {order * weight_1.shape[2]} channels, as the weights have, got {x.shape[1]}"
         )
-    y = x.new_empty(x.shape[0], order * weight_1.shape[1])
-    if not x.shape[0]:
-        return y
-    if x.is_cpu and fused(x, _group(order)):
+    if x.is_cpu and x.shape[0] and fused(x, _group(order)):
         return linear_forward(x if x.stride(1) == 1 else x.contiguous(), weight_1, weight_2, bias)
+    y = x.new_empty(x.shape[0], order * weight_1.shape[1])
     products(x, weight_1, weight_2, y)
     if bias is not None:
         y[:, : bias.shape[0]] += bias

@@ -54,12 +54,12 @@ def octic_mlp(
 def _mlp(
     x: Tensor, first_1: Tensor, first_2: Tensor, bias: Tensor | None, second_1: Tensor, second_2: Tensor
 ) -> Tensor:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if x.is_cpu and x.shape[0]:
+        return mlp_forward(x, first_1, first_2, bias, second_1, second_2)
     y = x.new_empty(x.shape[0], 8 * second_1.shape[1])
     if not x.shape[0]:
         return y
-    x = x if x.stride(1) == 1 else x.contiguous()
-    if x.is_cpu:
-        return mlp_forward(x, first_1, first_2, bias, second_1, second_2)
     in_parts(x, y, (first_1, first_2), bias, (second_1, second_2))
     return y
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
@@ -184,6 +185,8 @@ class Deit3Config:
     """auto is bf16 on a GPU (Quick ViTs: mixed precision) and float32 on a CPU."""
     classes: int | None = None
     """Number of classes; those of the data by default."""
+    class_names: str | None = None
+    """A digest of the names of the classes, always that of the data: a run is not resumed with other classes."""
     steps_per_epoch: int | None = None
     """Updates per epoch; as many as the data has whole batches by default."""
     seed: int = 0
@@ -239,6 +242,7 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
         **known,
         **started_from(config, config.finetune),
         "classes": config.classes or len(source.classes),
+        "class_names": blake2b("\0".join(source.classes).encode(), digest_size=8).hexdigest(),
         "steps_per_epoch": steps,
         "precision": precision,
     }

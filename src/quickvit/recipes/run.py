@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -14,10 +15,16 @@ from quickvit.provenance import surroundings, write
 from quickvit.recipes.config import as_plain
 from quickvit.train import Outcome, Recipe, RunConfig, Trainer, World, connected
 
+try:
+    import fcntl
+except ImportError:  # Windows has none.
+    fcntl = None  # type: ignore[assignment]
+
 logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 STARTS = "starts.jsonl"
+LOCK = ".lock"
 
 
 class Config(Protocol):
@@ -59,11 +66,32 @@ def _train(config: C, build: Callable[[C], Recipe], world: World, command: str) 
         if world.main:
             _note_start(config, world.device, command, done)
 
-    outcome = Trainer(build(config), config.run, config.out, world).fit(begins=begins)
+    trainer = Trainer(build(config), config.run, config.out, world)
+    with _alone(config.out, world):
+        outcome = trainer.fit(begins=begins)
     if world.main:
         end = "stopped, and ready to go on by the same command" if outcome.stopped else "done"
         logger.info("%s after %d updates in %s", end, outcome.steps, config.out)
     return outcome
+
+
+@contextmanager
+def _alone(folder: Path, world: World) -> Iterator[None]:
+    """Hold a run folder: two runs in one would mix their checkpoints."""
+    with ExitStack() as stack:
+        held = True
+        if world.main and fcntl is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / LOCK).open("a", encoding="utf-8"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held = False
+            except OSError as error:
+                logger.warning("%s cannot be locked: %s; start no other run there", folder, error)
+        if not all(world.gather(held)):
+            raise ValueError(f"another process is training in {folder}: wait for it, or use another folder")
+        yield
 
 
 def _note_start(config: Config, device: torch.device, command: str, done: int) -> None:
