@@ -153,6 +153,14 @@ def test_the_size_of_prototypes_does_not_matter():
     torch.testing.assert_close(head(tokens), before)
 
 
+def test_prototypes_start_as_dinov2s_last_layer():
+    """An nn.Linear without bias, whose rows are about 0.58 long."""
+    prototypes = DinoHead(8, prototypes=1024, hidden=8).prototypes
+    last = torch.nn.Linear(256, 1024, bias=False).weight
+    for measure in (torch.std, torch.amax, torch.amin):
+        assert measure(prototypes).item() == pytest.approx(measure(last).item(), rel=0.01)
+
+
 def test_a_fresh_head_has_the_default_size_and_tells_tokens_apart():
     with torch.device("meta"):
         head = DinoHead(1024)

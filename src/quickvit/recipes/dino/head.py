@@ -39,15 +39,17 @@ class DinoHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Prototypes in all directions, and DINO's weights: 0.02 for 2048 inputs, in proportion for others.
+        """DINO's weights: 0.02 for 2048 inputs, in proportion for others. Prototypes as in DINOv2, as a linear map's.
 
-        With smaller weights the biases, which start at 0, would soon outweigh all differences between tokens.
+        With smaller weights the biases, which start at 0, would soon outweigh all differences between tokens. The
+        length of prototypes decides how fast they turn: a step of AdamW has the same size whatever it is.
         """
         for layer in self.mlp:
             if isinstance(layer, nn.Linear):
                 nn.init.trunc_normal_(layer.weight, std=0.02 * math.sqrt(2048 / layer.in_features))
                 nn.init.zeros_(layer.bias)
-        nn.init.normal_(self.prototypes)
+        bound = self.prototypes.shape[1] ** -0.5
+        nn.init.uniform_(self.prototypes, -bound, bound)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Compare tokens with the prototypes."""
