@@ -3,6 +3,8 @@
 import logging
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -534,18 +536,14 @@ def test_a_run_is_not_resumed_with_other_classes(config, images, tmp_path):
 
 
 def test_two_runs_do_not_share_a_folder(config):
-    held = []
-
-    def begin(self, *arguments):
+    config.out.mkdir()
+    hold = (
+        "import fcntl; f = open('.lock', 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    )
+    command = [sys.executable, "-c", hold]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=config.out) as other:
+        assert other.stdout.readline()
         with pytest.raises(ValueError, match="another process is training in"):
             train(config)
-        held.append(True)
-        return batches(self, *arguments)
-
-    batches = Deit3.batches
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Deit3, "batches", begin)
-        train(config)
-    assert held == [True]
-    # It is free again.
+        other.communicate(b"\n")
     assert train(config).steps == 6

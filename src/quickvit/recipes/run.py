@@ -84,8 +84,9 @@ def _alone(folder: Path, world: World) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((folder / LOCK).open("a", encoding="utf-8"))
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                # Not flock, whose locks the loader's processes inherit: they outlive one that was killed.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
                 held = False
             except OSError as error:
                 logger.warning("%s cannot be locked: %s; start no other run there", folder, error)
