@@ -339,6 +339,15 @@ def test_the_operator_of_some_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_near(actual, expected, torch.float32, ulps=32)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_norm_of_squares_that_overflow() -> None:
+    x, gain, shift = draw(0, 3, 64), draw(1, 48), draw(2, 8)
+    x[1, 5] = 1e20
+    y, _ = norm.norm_forward(x, gain, shift, EPS)
+    assert y[1].isnan().all()
+    assert y[::2].isfinite().all()
+
+
 def test_norm_of_no_tokens() -> None:
     x, gain, shift = draw(0, 0, 64), draw(1, 48), draw(2, 8)
     y, statistics = norm.norm_forward(x, gain, shift, EPS)

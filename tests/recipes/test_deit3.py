@@ -531,8 +531,11 @@ def test_a_run_is_not_resumed_with_other_classes(config, images, tmp_path):
     other = Path(shutil.copytree(images, tmp_path / "other"))
     for split in ("train", "val"):
         (other / split / "0").rename(other / split / "zebra")
+    config = replace(config, data=str(other))
     with pytest.raises(ValueError, match="of a run with other settings: asked for class_names"):
-        train(replace(config, data=str(other)))
+        train(config)
+    with pytest.raises(ValueError, match=r"class_names must be the .*, got 0123, which are other classes"):
+        train(replace(config, class_names="0123"))
 
 
 def test_two_runs_do_not_share_a_folder(config):

@@ -186,7 +186,7 @@ class Deit3Config:
     classes: int | None = None
     """Number of classes; those of the data by default."""
     class_names: str | None = None
-    """A digest of the names of the classes, always that of the data: a run is not resumed with other classes."""
+    """A digest of the names of the classes; that of the data by default. A run is not resumed with other classes."""
     steps_per_epoch: int | None = None
     """Updates per epoch; as many as the data has whole batches by default."""
     seed: int = 0
@@ -228,6 +228,12 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
             f"classes must be the {len(source.classes)} of {source.name}, got {config.classes}; classes without "
             "images can be named in classes.txt"
         )
+    names = blake2b("\0".join(source.classes).encode(), digest_size=8).hexdigest()
+    if config.class_names not in (None, names):
+        raise ValueError(
+            f"class_names must be the {names} of {source.name}, got {config.class_names}, which are other classes; "
+            "leave it out to train on these"
+        )
     batch_size = {**defaults, **known}["batch_size"]
     steps = config.steps_per_epoch or len(source) // batch_size
     if not steps:
@@ -242,7 +248,7 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
         **known,
         **started_from(config, config.finetune),
         "classes": config.classes or len(source.classes),
-        "class_names": blake2b("\0".join(source.classes).encode(), digest_size=8).hexdigest(),
+        "class_names": names,
         "steps_per_epoch": steps,
         "precision": precision,
     }
