@@ -1,4 +1,4 @@
-"""Whether the kernels for NVIDIA's Hopper, in `triton/hopper*.py` and `cuda`, take a linear map or attention."""
+"""Whether the kernels for NVIDIA's Hopper, those in `triton/hopper*.py`, take a linear map or attention."""
 
 from __future__ import annotations
 
@@ -74,16 +74,10 @@ def launches(x: Tensor, weight: Tensor, out: Tensor) -> bool:
 
 def launches_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
     """Whether a kernel should write GELU of a map of x to `out`; if not, kernels one after the other."""
-    if not x.is_cuda or weight.dtype != x.dtype:
+    kind = "hopper_gelu", x.device, x.dtype, x.shape[1], out.shape[1]
+    if not x.is_cuda or weight.dtype != x.dtype or not _takes(*kind):
         return False
-    kernel = _gelu_kernel(x, out)
-    kind = kernel, x.device, x.dtype, x.shape[1], out.shape[1], None if bias is None else bias.dtype
-    return kernel is not None and _is_time(kind, x, out)
-
-
-def _gelu_kernel(x: Tensor, out: Tensor) -> str | None:
-    sizes = x.device, x.dtype, x.shape[1], out.shape[1]
-    return next((kernel for kernel in ("panel", "hopper_gelu") if _takes(kernel, *sizes)), None)
+    return _is_time((*kind, None if bias is None else bias.dtype), x, out)
 
 
 def _is_time(kind: tuple[Hashable, ...], x: Tensor, out: Tensor) -> bool:
@@ -105,9 +99,9 @@ def kernels() -> ModuleType:
     return _module("hopper")
 
 
-def gelu_kernels(x: Tensor, out: Tensor) -> ModuleType:
-    """The kernel for a linear map of x and GELU, written to `out`."""
-    return _module(_gelu_kernel(x, out) or "hopper_gelu")
+def gelu_kernels() -> ModuleType:
+    """The kernel for a linear map and GELU."""
+    return _module("hopper_gelu")
 
 
 def attention_kernels() -> ModuleType:
@@ -120,20 +114,13 @@ def gradient_kernels() -> ModuleType:
     return _module("hopper_gradient")
 
 
-def heads_kernels(x: Tensor) -> ModuleType:
-    """The kernel for a linear map of x to heads."""
-    panels = x.is_cuda and _has_panels_of_heads(x.device, x.dtype, x.shape[1])
-    return _module("panel" if panels else "hopper_heads")
-
-
-@torch.compiler.assume_constant_result
-def _has_panels_of_heads(device: torch.device, dtype: torch.dtype, channels: int) -> bool:
-    taken: bool = _is_known(device) and _module("panel").takes_heads(device, dtype, channels)
-    return taken
+def heads_kernels() -> ModuleType:
+    """The kernel for a linear map to heads."""
+    return _module("hopper_heads")
 
 
 def _module(name: str) -> ModuleType:
-    return import_module(f"quickvit.ops.{'cuda' if name == 'panel' else 'triton'}.{name}")
+    return import_module(f"quickvit.ops.triton.{name}")
 
 
 @torch.compiler.assume_constant_result

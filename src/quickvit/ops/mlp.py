@@ -88,7 +88,7 @@ def in_parts(
 def activate(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """GELU(W x + b) written to `out`, on a GPU."""
     if hopper.launches_gelu(x, weight_1, bias, out):
-        hopper.gelu_kernels(x, out).linear_gelu(x, weight_1, weight_2, bias, out)
+        hopper.gelu_kernels().linear_gelu(x, weight_1, weight_2, bias, out)
     else:
         products(x, weight_1, weight_2, out)
         kernels(x, "gelu").gelu_forward(out, bias, out)

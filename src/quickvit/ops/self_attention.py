@@ -142,8 +142,7 @@ def _head_attention(
             attention_of_batch(qkv, bias, out[tokens], heads, shape, 0)
             kept.append(qkv)
         else:
-            linear_heads = hopper.heads_kernels(x).linear_heads
-            qkv = linear_heads(x[tokens], weight_1, weight_2, bias).unflatten(1, shape)
+            qkv = hopper.heads_kernels().linear_heads(x[tokens], weight_1, weight_2, bias).unflatten(1, shape)
             result, logs = hopper.attention_kernels().attention_forward(*qkv, pairs=True)
             to_packed([result], out, origin, pairs=True)
             kept += [qkv, result, logs]
