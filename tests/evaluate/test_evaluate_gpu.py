@@ -1,6 +1,7 @@
 """Frozen features on a GPU: neighbours in bounded memory and time, and invariance that survives rounding."""
 
 import time
+from statistics import median
 
 import pytest
 import torch
@@ -23,15 +24,12 @@ pytestmark = [
 
 
 def seconds(work):
-    """The best of three, after a warm-up."""
-    times = []
-    for _ in range(4):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+    """The time of a call."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 @pytest.mark.parametrize("metric", ["cosine", "l2"])
@@ -54,20 +52,19 @@ def test_neighbours_of_16_bit_features(metric):
 def test_imagenets_neighbours_take_little_memory_and_hardly_more_time_than_their_products():
     keys = torch.randn(1_281_167, 1024, device="cuda", dtype=torch.bfloat16)
     queries = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    whole = seconds(lambda: nearest(queries, keys, 200))
-    memory = torch.cuda.max_memory_allocated() - before
     out = torch.empty(8192, 2**17, device="cuda", dtype=torch.bfloat16)
 
     def products():
         for piece in keys.split(2**17):
             torch.mm(queries, piece.T, out=out[:, : len(piece)] if len(piece) == 2**17 else None)
 
-    alone = seconds(products)
-    print(f"k-NN {whole * 1e3:.1f} ms, products {alone * 1e3:.1f} ms, {memory / 2**30:.2f} GiB")  # noqa: T201
-    assert memory < 4 * 2**30
-    assert whole < 2 * alone
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    nearest(queries, keys, 200)
+    assert torch.cuda.max_memory_allocated() - before < 4 * 2**30
+    products()
+    # In turns, since others may use the GPU now and then.
+    assert median(seconds(lambda: nearest(queries, keys, 200)) / seconds(products) for _ in range(7)) < 2
 
 
 def test_the_grid_of_probes_learns_the_same_as_on_a_cpu():
