@@ -65,12 +65,13 @@ def in_heads(x, piece):
 
 
 @pytest.mark.parametrize("piece", [8, 16])
-@pytest.mark.parametrize("biased", [True, False])
-def test_a_linear_map_to_heads(piece, biased):
+@pytest.mark.parametrize(("biased", "scaled"), [(True, False), (False, False), (True, True), (False, True)])
+def test_a_linear_map_to_heads(piece, biased, scaled):
     x, weights, bias = problem(200, 256, 3072)
     bias = bias if biased else None
-    y = hopper.linear_heads(x, *weights, bias, piece)
-    expected = in_heads(of_the_definition(x, weights, bias), piece)
+    factors = 0.5 + torch.rand(200) if scaled else torch.ones(200)
+    y = hopper.linear_heads(x, *weights, bias, piece, factors if scaled else None)
+    expected = in_heads(of_the_definition(factors[:, None] * x, weights, bias), piece)
     torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
 
 

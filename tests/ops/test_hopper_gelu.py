@@ -35,18 +35,18 @@ def problem(tokens, channels, width, dtype):
 
 @pytest.mark.parametrize("channels", [1024, 1280])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 256), (130, 768), (450, 2048)])
-@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("biased", "scaled"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_it_is_the_linear_map_and_gelu(tokens, channels, width, biased, dtype):
+def test_it_is_the_linear_map_and_gelu(tokens, channels, width, biased, scaled, dtype):
     x, weights, bias = problem(tokens, channels, width, dtype)
     bias = bias if biased else None
+    factors = 0.5 + torch.rand(tokens) if scaled else None
     y = torch.full((tokens + 1, width), float("nan"), dtype=dtype)
-    hopper_gelu.linear_gelu(x, *weights, bias, y[:tokens])
-    products = linear(x.float(), *(w.float() for w in weights)).to(dtype)
+    hopper_gelu.linear_gelu(x, *weights, bias, y[:tokens], factors)
+    products = linear(x.float(), *(w.float() for w in weights)).to(dtype).float()
+    products = products if factors is None else factors[:, None] * products
     tolerance = 2 * torch.finfo(dtype).eps
-    torch.testing.assert_close(
-        y[:tokens].float(), gelu(products.float(), bias), rtol=tolerance, atol=tolerance
-    )
+    torch.testing.assert_close(y[:tokens].float(), gelu(products, bias), rtol=tolerance, atol=tolerance)
     assert y[tokens].isnan().all()
 
 
@@ -62,8 +62,17 @@ def test_the_perceptron_is_made_of_it(monkeypatch):
     down = tuple((torch.randn_like(w.float().mT) / 10).to(x.dtype) for w in up)
     y = torch.full_like(x, float("nan"))
     mlp.in_parts(x, y, up, bias, down)
-    expected = linear(gelu(linear(x.double(), *(w.double() for w in up)), bias), *(w.double() for w in down))
-    torch.testing.assert_close(y.double(), expected, rtol=3e-2, atol=3e-2)
+
+    def expected(factors):
+        hidden = factors * linear(x.double(), *(w.double() for w in up))
+        return linear(gelu(hidden, bias), *(w.double() for w in down))
+
+    torch.testing.assert_close(y.double(), expected(1), rtol=3e-2, atol=3e-2)
+    # In three parts, each with its own factors.
+    monkeypatch.setattr(mlp, "HIDDEN_BYTES", 2**15)
+    factors, stream = 0.5 + torch.rand(70), x.clone()
+    mlp.mlp_onto(stream, factors, *up, bias, *down)
+    torch.testing.assert_close(stream.double(), x + expected(factors[:, None]), rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,9 @@ def test_gelu(tokens: int, m: int, with_bias: bool, dtype: torch.dtype) -> None:
     y64 = gelu_definition(x64, bias64)
     y64.backward(grad.double())
     assert_near(gelu.gelu_forward(x, bias), y64, dtype, ulps=4 if dtype == torch.float32 else 1)
+    factors = draw(3, tokens)
+    scaled = gelu_definition(factors.double()[:, None] * x, bias64)
+    assert_near(gelu.gelu_forward(x, bias, None, factors), scaled, dtype, 4 if dtype == torch.float32 else 1)
     dx = gelu.gelu_backward(grad, x, bias)
     assert dx.dtype == dtype
     assert_near(dx, x64.grad, dtype, ulps=4 if dtype == torch.float32 else 1)
@@ -153,7 +156,7 @@ def test_fast_gelu_is_far_below_half_precision(with_grad: bool) -> None:
         gelu._gelu_backward[(1,)](grad, x, None, y, 1, **meta)
         expected = torch.special.ndtr(z) + z * (-z * z / 2).exp() / math.sqrt(2 * math.pi)
     else:
-        gelu._gelu_forward[(1,)](x, None, y, 1, **meta)
+        gelu._gelu_forward[(1,)](x, None, None, y, 1, **meta)
         expected = functional.gelu(z)
     actual = (q @ y.cpu().double().view(8, m)).view(-1)
     error = (actual - expected).abs()

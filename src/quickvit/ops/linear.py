@@ -86,8 +86,8 @@ def linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -
     return y
 
 
-def products(x: Tensor, weight_1: Tensor, weight_2: Tensor, out: Tensor) -> None:
-    """Write the map of x [T, C] to out [T, F]: each product straight into its place of the packed result."""
+def products(x: Tensor, weight_1: Tensor, weight_2: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """Write the map of x [T, C] to out [T, F], or add it: each product straight into its place of the result."""
     if not x.shape[0]:
         return
     if x.stride(1) != 1:
@@ -99,23 +99,43 @@ def products(x: Tensor, weight_1: Tensor, weight_2: Tensor, out: Tensor) -> None
     # blocks in one launch, or all of them.
     if x.device.type == "cpu":
         for i, w in enumerate(weight_1):
-            torch.mm(x_one[i], w.T, out=y_one[i])
+            _multiply(x_one[i], w.T, y_one[i], add)
         for xs, ys, w in zip(x_two, y_two, weight_2, strict=True):
             for component in range(2):
-                torch.mm(xs[component], w.T, out=ys[component])
-    elif (n1, n2) == (4, 1) and hopper.launches(x, weight_1, out):
+                _multiply(xs[component], w.T, ys[component], add)
+    elif not add and (n1, n2) == (4, 1) and hopper.launches(x, weight_1, out):
         hopper.kernels().linear(x, weight_1, weight_2, out)
     else:
         with side_by_side(x.device) as branch:
             with branch:
-                torch.bmm(x_one, weight_1.mT, out=y_one)
+                _multiply(x_one, weight_1.mT, y_one, add)
             for xs, ys, w in zip(x_two, y_two, weight_2, strict=True):
-                torch.bmm(xs, w.T.expand(2, -1, -1), out=ys)
+                _multiply(xs, w.T.expand(2, -1, -1), ys, add)
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    """Write a b to out, or add it: matrices, or batches of them."""
+    write, more = (torch.mm, torch.addmm) if a.ndim == 2 else (torch.bmm, torch.baddbmm)
+    if add:
+        more(out, a, b, out=out)
+    else:
+        write(a, b, out=out)
 
 
 @linear.register_fake
 def _(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight_1.shape[1] * (len(weight_1) + 4 * len(weight_2)))
+
+
+@closed_operator("octic_linear_onto", mutates_args=("y",))
+def linear_onto(y: Tensor, x: Tensor, weight_1: Tensor, weight_2: Tensor) -> None:
+    """Add the map of x [T, C] to y [T, F], without a pass of its own."""
+    products(x, weight_1, weight_2, y, add=True)
+
+
+@linear_onto.register_fake
+def _(y: Tensor, x: Tensor, weight_1: Tensor, weight_2: Tensor) -> None:
+    return None
 
 
 @closed_operator("octic_linear_weight_grad")
@@ -235,6 +255,11 @@ _product.register_autograd(_backward, setup_context=_setup)
 def _linear_flops(x, weight_1, weight_2, *_, **__) -> int:
     n1, rows, columns = weight_1
     return 2 * x[0] * (n1 + 8 * weight_2[0]) * rows * columns
+
+
+@register_flop_formula(torch.ops.quickvit.octic_linear_onto)
+def _linear_onto_flops(y, x, weight_1, weight_2, *_, **__) -> int:
+    return _linear_flops(x, weight_1, weight_2)
 
 
 @register_flop_formula(torch.ops.quickvit.octic_linear_grads)

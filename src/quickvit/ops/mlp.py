@@ -50,6 +50,20 @@ def octic_mlp(
     return y.view(*x.shape[:-1], y.shape[1])
 
 
+@closed_operator("octic_mlp_onto", mutates_args=("x",))
+def mlp_onto(
+    x: Tensor,
+    row_scale: Tensor,
+    first_1: Tensor,
+    first_2: Tensor,
+    bias: Tensor | None,
+    second_1: Tensor,
+    second_2: Tensor,
+) -> None:
+    """Add W₂ GELU(s W₁ x + b) to x [T, C], s [T] a factor of each token; see `octic_mlp`."""
+    in_parts(x, x, (first_1, first_2), bias, (second_1, second_2), row_scale=row_scale, add=True)
+
+
 @closed_operator("octic_mlp")
 def _mlp(
     x: Tensor, first_1: Tensor, first_2: Tensor, bias: Tensor | None, second_1: Tensor, second_2: Tensor
@@ -72,26 +86,49 @@ def _mlp_into(
 
 
 def in_parts(
-    x: Tensor, y: Tensor, first: tuple[Tensor, Tensor], bias: Tensor | None, second: tuple[Tensor, Tensor]
+    x: Tensor,
+    y: Tensor,
+    first: tuple[Tensor, Tensor],
+    bias: Tensor | None,
+    second: tuple[Tensor, Tensor],
+    *,
+    row_scale: Tensor | None = None,
+    add: bool = False,
 ) -> None:
-    """The perceptron of x written to y, which may be x: by way of a buffer for the hidden features of some tokens."""
+    """The perceptron of x written or added to y, which may be x: by way of a buffer for the hidden features of some
+    tokens. `row_scale` [T] multiplies what comes out of the first map, before the bias.
+    """
     width = 8 * first[0].shape[1]
     parts = max(1, -(-x.shape[0] * width * x.element_size() // HIDDEN_BYTES))
     step = max(1, -(-x.shape[0] // parts))
     buffer = x.new_empty(step, width)
-    for part, out in zip(x.split(step), y.split(step), strict=True):
+    sources = x.split(step)
+    factors = [None] * len(sources) if row_scale is None else row_scale.split(step)
+    for part, out, factor in zip(sources, y.split(step), factors, strict=True):
         hidden = buffer[: len(part)]
-        activate(part, *first, bias, hidden)
-        products(hidden, *second, out)
+        activate(part, *first, bias, hidden, factor)
+        products(hidden, *second, out, add=add)
 
 
-def activate(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """GELU(W x + b) written to `out`, on a GPU."""
-    if hopper.launches_gelu(x, weight_1, bias, out):
-        hopper.gelu_kernels().linear_gelu(x, weight_1, weight_2, bias, out)
+def activate(
+    x: Tensor,
+    weight_1: Tensor,
+    weight_2: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    row_scale: Tensor | None = None,
+) -> None:
+    """GELU(s W x + b) written to `out`, on a GPU; s is the `row_scale` or 1."""
+    if hopper.launches_gelu(x, weight_1, bias, out, row_scale):
+        hopper.gelu_kernels().linear_gelu(x, weight_1, weight_2, bias, out, row_scale)
     else:
         products(x, weight_1, weight_2, out)
-        kernels(x, "gelu").gelu_forward(out, bias, out)
+        kernels(x, "gelu").gelu_forward(out, bias, out, row_scale)
+
+
+@mlp_onto.register_fake
+def _(x, row_scale, first_1, first_2, bias, second_1, second_2):
+    return None
 
 
 @_mlp_into.register_fake
@@ -108,3 +145,8 @@ def _(x, first_1, first_2, bias, second_1, second_2):
 def _mlp_flops(x, first_1, first_2, bias, second_1, *_, **__) -> int:
     _, hidden, inputs = first_1
     return 2 * x[0] * 12 * hidden * (inputs + second_1[1])
+
+
+@register_flop_formula(torch.ops.quickvit.octic_mlp_onto)
+def _mlp_onto_flops(x, row_scale, *rest, **__) -> int:
+    return _mlp_flops(x, *rest)

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from quickvit.group import D8, DihedralGroup
 from quickvit.ops import hopper
-from quickvit.ops.backend import fused
+from quickvit.ops.backend import fused, needs_grad
 from quickvit.ops.linear import all_grads, products
 from quickvit.ops.operator import closed_operator
 from quickvit.ops.packing import Shapes, as_shapes, batches, pairs
@@ -37,14 +37,21 @@ def octic_self_attention(
     heads: int,
     *,
     shapes: Shapes | None = None,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
-    """`octic_attention` of W x with a bias, [B, N, C] → [B, N, C]; see `octic_linear`."""
+    """`octic_attention` of s W x with a bias, [B, N, C] → [B, N, C]; see `octic_linear`.
+
+    s, the `row_scale` [T], is a factor of each token, 1 by default; through it there are no gradients.
+    """
+    if row_scale is not None and needs_grad(x, weight_1, weight_2, bias, row_scale):
+        raise ValueError("with a row_scale there are no gradients; call it within torch.no_grad()")
     x, weight_1, weight_2 = autocast(x, weight_1, weight_2)
     numbers, lengths = ([*sizes] for sizes in zip(*(shapes or (x.shape[:2],)), strict=True))
     operator = _head_attention if x.shape[-1] == 80 * heads else _self_attention
     if weight_1.dtype != x.dtype or weight_2.dtype != x.dtype:
         raise ValueError(f"expected weights in {x.dtype}, as x, got {weight_1.dtype} and {weight_2.dtype}")
-    out: Tensor = operator(flat(x), weight_1, weight_2, *lines(bias), heads, numbers, lengths)[0]
+    (bias,) = lines(bias)
+    out: Tensor = operator(flat(x), weight_1, weight_2, bias, heads, numbers, lengths, row_scale)[0]
     return out.unflatten(0, x.shape[:-1])
 
 
@@ -60,18 +67,19 @@ def _self_attention(
     heads: int,
     numbers: list[int],
     lengths: list[int],
+    row_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and for the gradients q, k and v in runs and the log-sum-exp of the scores."""
     from quickvit.ops.triton.attention import attention_forward
 
     piece = x.shape[1] // (D8.order * heads)
-    qkv = hopper.kernels().linear_heads(x, weight_1, weight_2, bias, piece)
+    qkv = hopper.kernels().linear_heads(x, weight_1, weight_2, bias, piece, row_scale)
     out, lse = attention_forward(qkv, None, heads, as_shapes(numbers, lengths), runs=True)
     return out, qkv, lse
 
 
 @_self_attention.register_fake
-def _(x, weight_1, weight_2, bias, heads, numbers, lengths):
+def _(x, weight_1, weight_2, bias, heads, numbers, lengths, row_scale):
     tokens, channels = x.shape
     lse = x.new_empty(tokens * heads, dtype=torch.float32)
     return x.new_empty(tokens, channels), x.new_empty(tokens, 3 * channels), lse
@@ -94,7 +102,7 @@ def _(grad, qkv, out, lse, heads, numbers, lengths):
 
 
 def _self_setup(ctx, inputs, output):
-    x, weight_1, weight_2, bias, *ctx.sizes = inputs
+    x, weight_1, weight_2, bias, *ctx.sizes, _ = inputs
     out, qkv, lse = output
     ctx.save_for_backward(x, weight_1, weight_2, out, qkv, lse)
     ctx.mark_non_differentiable(qkv, lse)
@@ -106,7 +114,7 @@ def _self_backward(ctx, grad, *_):
     x, weight_1, weight_2, out, qkv, lse = ctx.saved_tensors
     grad_qkv = _qkv_grad(grad, qkv, out, lse, *ctx.sizes)
     grads = all_grads(ctx.needs_input_grad, grad_qkv, x, weight_1, weight_2, ctx.bias_dtype)
-    return *grads, None, None, None
+    return *grads, None, None, None, None
 
 
 _self_attention.register_autograd(_self_backward, setup_context=_self_setup)
@@ -124,6 +132,7 @@ def _head_attention(
     heads: int,
     numbers: list[int],
     lengths: list[int],
+    row_scale: Tensor | None,
 ) -> list[Tensor]:
     """The result, and what gradients need of each batch.
 
@@ -139,10 +148,14 @@ def _head_attention(
         if shape[1] <= SHORT:
             qkv = x.new_empty(tokens.stop - origin, 3 * x.shape[1])
             products(x[tokens], weight_1, weight_2, qkv)
+            if row_scale is not None:
+                qkv *= row_scale[tokens, None]
             attention_of_batch(qkv, bias, out[tokens], heads, shape, 0)
             kept.append(qkv)
         else:
-            qkv = hopper.heads_kernels().linear_heads(x[tokens], weight_1, weight_2, bias).unflatten(1, shape)
+            factors = None if row_scale is None else row_scale[tokens]
+            qkv = hopper.heads_kernels().linear_heads(x[tokens], weight_1, weight_2, bias, factors)
+            qkv = qkv.unflatten(1, shape)
             result, logs = hopper.attention_kernels().attention_forward(*qkv, pairs=True)
             to_packed([result], out, origin, pairs=True)
             kept += [qkv, result, logs]
@@ -150,7 +163,7 @@ def _head_attention(
 
 
 @_head_attention.register_fake
-def _(x, weight_1, weight_2, bias, heads, numbers, lengths):
+def _(x, weight_1, weight_2, bias, heads, numbers, lengths, row_scale):
     from quickvit.ops.triton.whole_head import SHORT
 
     kept = []
@@ -193,7 +206,7 @@ def _(grad, kept, bias, heads, numbers, lengths):
 
 
 def _head_setup(ctx, inputs, output):
-    x, weight_1, weight_2, bias, *ctx.sizes = inputs
+    x, weight_1, weight_2, bias, *ctx.sizes, _ = inputs
     ctx.save_for_backward(x, weight_1, weight_2, bias, *output[1:])
     ctx.set_materialize_grads(False)
 
@@ -202,7 +215,7 @@ def _head_backward(ctx, grads):
     x, weight_1, weight_2, bias, *kept = ctx.saved_tensors
     grad_qkv = _heads_grad(grads[0], kept, bias, *ctx.sizes)
     dtype = x.dtype if bias is None else bias.dtype
-    return *all_grads(ctx.needs_input_grad, grad_qkv, x, weight_1, weight_2, dtype), None, None, None
+    return *all_grads(ctx.needs_input_grad, grad_qkv, x, weight_1, weight_2, dtype), None, None, None, None
 
 
 _head_attention.register_autograd(_head_backward, setup_context=_head_setup)
@@ -212,7 +225,7 @@ _ops = torch.ops.quickvit
 
 
 @register_flop_formula([_ops.octic_self_attention, _ops.octic_head_attention])
-def _self_attention_flops(x, weight_1, weight_2, bias, heads, numbers, lengths, **__):
+def _self_attention_flops(x, weight_1, weight_2, bias, heads, numbers, lengths, *_, **__):
     _, rows, columns = weight_1
     return 2 * x[0] * 12 * rows * columns + 4 * pairs(numbers, lengths) * x[1]
 

@@ -21,6 +21,13 @@ def accumulators(columns):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
+@gluon.jit
+def factors(row_scale, row, count, LAYOUT: gl.constexpr):
+    """What 64 tokens from a row on, of so many, are multiplied by: a column for products that lie as LAYOUT says."""
+    token = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    return gl.load(row_scale + token, mask=token < count, other=0.0)[:, None]
+
+
 def in_boxes(tensor: torch.Tensor, shape: tuple[int, ...]) -> TensorDescriptor:
     """A tensor that is read or written in boxes of this shape; a copy if the hardware cannot read it where it is."""
     if not reachable(tensor):

@@ -102,19 +102,19 @@ def gelu_times(t, v, EXACT: tl.constexpr):
 
 @triton.jit
 def _octets(T, M: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """Offsets, columns and mask of this program's BLOCK octets in a [T, 8 M] tensor."""
+    """Offsets, columns, tokens and mask of this program's BLOCK octets in a [T, 8 M] tensor."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     # One 64-bit division per program; those per octet stay in 32 bits.
     lane = tl.arange(0, BLOCK)
     flat = tl.multiple_of((start % M).to(tl.int32), VEC) + lane
     column = tl.max_contiguous(tl.multiple_of(flat % M, VEC), VEC)
     token = start // M + (flat // M)
-    return token * (8 * M) + column, column, token < T
+    return token * (8 * M) + column, column, token, token < T
 
 
 @triton.jit
-def _load_octet(x, bias, offset, column, mask, M: tl.constexpr):
-    """The eight entries of x + b e_A1, in float32."""
+def _load_octet(x, row_scale, bias, offset, column, token, mask, M: tl.constexpr):
+    """The eight entries of row_scale · x + b e_A1, in float32."""
     a1 = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     a2 = tl.load(x + offset + M, mask=mask, other=0.0).to(tl.float32)
     b1 = tl.load(x + offset + 2 * M, mask=mask, other=0.0).to(tl.float32)
@@ -123,6 +123,10 @@ def _load_octet(x, bias, offset, column, mask, M: tl.constexpr):
     e21 = tl.load(x + offset + 5 * M, mask=mask, other=0.0).to(tl.float32)
     e12 = tl.load(x + offset + 6 * M, mask=mask, other=0.0).to(tl.float32)
     e22 = tl.load(x + offset + 7 * M, mask=mask, other=0.0).to(tl.float32)
+    if row_scale is not None:
+        factor = tl.load(row_scale + token, mask=mask, other=0.0)
+        a1, a2, b1, b2 = a1 * factor, a2 * factor, b1 * factor, b2 * factor
+        e11, e21, e12, e22 = e11 * factor, e21 * factor, e12 * factor, e22 * factor
     if bias is not None:
         a1 += tl.load(bias + column).to(tl.float32)
     return a1, a2, b1, b2, e11, e21, e12, e22
@@ -143,11 +147,19 @@ def _store_octet(y, offset, mask, a1, a2, b1, b2, e11, e21, e12, e22, M: tl.cons
 
 @triton.jit(do_not_specialize=["T"])
 def _gelu_forward(
-    x, bias, y, T, M: tl.constexpr, VEC: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    row_scale,
+    bias,
+    y,
+    T,
+    M: tl.constexpr,
+    VEC: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """y = Bᵀ (t Φ(s t) / 8) with t = B (x + b e_A1)."""
-    offset, column, mask = _octets(T, M, VEC, BLOCK)
-    a1, a2, b1, b2, e11, e21, e12, e22 = _load_octet(x, bias, offset, column, mask, M)
+    """y = Bᵀ (t Φ(s t) / 8) with t = B (row_scale · x + b e_A1)."""
+    offset, column, token, mask = _octets(T, M, VEC, BLOCK)
+    a1, a2, b1, b2, e11, e21, e12, e22 = _load_octet(x, row_scale, bias, offset, column, token, mask, M)
     t0, t1, t2, t3, t4, t5, t6, t7 = to_regular(a1, a2, b1, b2, e11, e21, e12, e22)
     a1, a2, b1, b2, e11, e21, e12, e22 = to_isotypic(
         gelu_of(t0, EXACT),
@@ -167,10 +179,10 @@ def _gelu_backward(
     grad, x, bias, dx, T, M: tl.constexpr, VEC: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr
 ):
     """dx = Bᵀ (GELU'(s t) B grad / 8) with t = B (x + b e_A1)."""
-    offset, column, mask = _octets(T, M, VEC, BLOCK)
-    a1, a2, b1, b2, e11, e21, e12, e22 = _load_octet(x, bias, offset, column, mask, M)
+    offset, column, token, mask = _octets(T, M, VEC, BLOCK)
+    a1, a2, b1, b2, e11, e21, e12, e22 = _load_octet(x, None, bias, offset, column, token, mask, M)
     t0, t1, t2, t3, t4, t5, t6, t7 = to_regular(a1, a2, b1, b2, e11, e21, e12, e22)
-    a1, a2, b1, b2, e11, e21, e12, e22 = _load_octet(grad, None, offset, column, mask, M)
+    a1, a2, b1, b2, e11, e21, e12, e22 = _load_octet(grad, None, None, offset, column, token, mask, M)
     v0, v1, v2, v3, v4, v5, v6, v7 = to_regular(a1, a2, b1, b2, e11, e21, e12, e22)
     a1, a2, b1, b2, e11, e21, e12, e22 = to_isotypic(
         gelu_times(t0, v0, EXACT),
@@ -185,8 +197,16 @@ def _gelu_backward(
     _store_octet(dx, offset, mask, a1, a2, b1, b2, e11, e21, e12, e22, M)
 
 
-def gelu_forward(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Octic GELU of x[T, C] with a deferred A1 bias[C/8]: y = Qᵀ GELU(Q (x + b e_A1)); `out` may be x."""
+def gelu_forward(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    row_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Octic GELU of x[T, C] with a deferred A1 bias[C/8]: y = Qᵀ GELU(Q (x + b e_A1)); `out` may be x.
+
+    row_scale[T], in float32, is what tokens are multiplied by before.
+    """
     y = torch.empty_like(x) if out is None else out
     tokens, channels = x.shape
     m = channels // 8
@@ -197,6 +217,7 @@ def gelu_forward(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor |
     with torch.cuda.device_of(x):
         traced(_gelu_forward)[(triton.cdiv(tokens * m, block),)](
             x,
+            row_scale,
             bias,
             y,
             tokens,

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quickvit.ops.triton.boxes import accumulators, in_boxes, load_box, store_box, view_as
+from quickvit.ops.triton.boxes import accumulators, factors, in_boxes, load_box, store_box, view_as
 from quickvit.ops.triton.launch import multiprocessors, shared_memory
 
 # Numbers of channels at which it is faster than products of cuBLAS; at 1280 it is not, for want of room.
@@ -226,11 +226,13 @@ def _put(y, slots, NUMBER: gl.constexpr, row, column, value):
 @gluon.jit
 def _compute(
     y,
+    row_scale,
     bias,
     weights,
     tokens,
     slots,
     work,
+    count,
     GROUP: gl.constexpr,
     M: gl.constexpr,
     F: gl.constexpr,
@@ -251,6 +253,9 @@ def _compute(
             row = block * SIDE
             a1, a2, b1, b2 = _quartet(tokens, turn, buffers, GROUP, PIECES, STAGES, TRANSPOSED)
             turn += 4
+            if row_scale is not None:
+                factor = factors(row_scale, row, count, accumulators(SIDE))
+                a1, a2, b1, b2 = a1 * factor, a2 * factor, b1 * factor, b2 * factor
             if bias is not None:
                 lane = gl.arange(0, SIDE, layout=gl.SliceLayout(0, accumulators(SIDE)))
                 a1 += gl.load(bias + column + lane).to(gl.float32)[None, :]
@@ -274,6 +279,9 @@ def _compute(
             row = block * SIDE
             e1, e2 = _pair(tokens, turn, wide, GROUP, PIECES, STAGES, TRANSPOSED)
             turn += 4
+            if row_scale is not None:
+                factor = factors(row_scale, row, count, accumulators(2 * SIDE))
+                e1, e2 = e1 * factor, e2 * factor
             e1, e1_right = _halves(e1)
             e2, e2_right = _halves(e2)
             if c == 0:
@@ -288,13 +296,15 @@ def _compute(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["blocks", "panels", "ones", "twos"])
+@gluon.jit(do_not_specialize=["count", "blocks", "panels", "ones", "twos"])
 def _octic_linear(
     x,
     one,
     two,
+    row_scale,
     bias,
     y,
+    count,
     blocks,
     panels,
     ones,
@@ -306,7 +316,7 @@ def _octic_linear(
     c: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
-    """y of x; M and F are eighths of their widths, c the number of entries in a piece of a head, 0 if packed.
+    """y of x, so many tokens; M and F are eighths of their widths, c the entries in a piece of a head, 0 if packed.
 
     Each panel of the first kind has `ones` programs, each of the second `twos`.
     """
@@ -333,11 +343,43 @@ def _octic_linear(
         [
             (
                 _compute,
-                (y, bias, weights, tokens, slots_0, work, 0, M, F, STEP, STAGES, c, TRANSPOSED),
+                (
+                    y,
+                    row_scale,
+                    bias,
+                    weights,
+                    tokens,
+                    slots_0,
+                    work,
+                    count,
+                    0,
+                    M,
+                    F,
+                    STEP,
+                    STAGES,
+                    c,
+                    TRANSPOSED,
+                ),
             ),
             (
                 _compute,
-                (y, bias, weights, tokens, slots_1, work, 1, M, F, STEP, STAGES, c, TRANSPOSED),
+                (
+                    y,
+                    row_scale,
+                    bias,
+                    weights,
+                    tokens,
+                    slots_1,
+                    work,
+                    count,
+                    1,
+                    M,
+                    F,
+                    STEP,
+                    STAGES,
+                    c,
+                    TRANSPOSED,
+                ),
             ),
             (_load_everything, (x, one, two, weights, tokens, work, M, F, STEP, STAGES, TRANSPOSED)),
         ],
@@ -375,7 +417,9 @@ def _programs(blocks: int, panels: int, most: int) -> tuple[int, int]:
     return min(ones, blocks), min(each - ones, blocks)
 
 
-def _launch(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, bias, y: torch.Tensor, piece: int) -> None:
+def _launch(
+    x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, row_scale, bias, y: torch.Tensor, piece: int
+) -> None:
     tokens, channels = x.shape
     if not tokens:
         return
@@ -392,8 +436,10 @@ def _launch(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, bias, y: torc
             in_boxes(x, (64, step)),
             in_boxes(one.flatten(0, 1), box),
             in_boxes(two.flatten(0, 1), box),
+            row_scale,
             bias,
             in_boxes(y, (64, 128 if piece else 64)),
+            tokens,
             blocks,
             panels,
             ones,
@@ -412,13 +458,21 @@ def _launch(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, bias, y: torc
 
 def linear(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, out: torch.Tensor) -> None:
     """W x of x[T, C] written to out[T, 8F]; one[4, F, C/8], two[1, 2F, C/4]."""
-    _launch(x, one, two, None, out, 0)
+    _launch(x, one, two, None, None, out, 0)
 
 
 def linear_heads(
-    x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, bias: torch.Tensor | None, piece: int
+    x: torch.Tensor,
+    one: torch.Tensor,
+    two: torch.Tensor,
+    bias: torch.Tensor | None,
+    piece: int,
+    row_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """W x + b of x[T, C] in channels [2, heads, 4c]: of each head its pieces A1 A2 B1 B2, then of each those of E."""
+    """W x + b of x[T, C] in channels [2, heads, 4c]: of each head its pieces A1 A2 B1 B2, then of each those of E.
+
+    row_scale[T], in float32, is what tokens are multiplied by before the bias.
+    """
     out = x.new_empty(x.shape[0], 8 * one.shape[1])
-    _launch(x, one, two, bias, out, piece)
+    _launch(x, one, two, row_scale, bias, out, piece)
     return out

@@ -1,6 +1,6 @@
 """A linear map from 1024 or 1280 channels and GELU in one kernel, on NVIDIA's Hopper.
 
-    y = Qᵀ GELU(Q (W x + b e_A1))
+    y = Qᵀ GELU(Q (s W x + b e_A1))        s a factor of each token, or 1
 
 GELU mixes entry i of each of the eight blocks of a hidden feature, so a tile of the result is the same 32 columns of
 all of them, see `streamed.py`. Four warps multiply and leave a tile in shared memory, sixteen others apply GELU and
@@ -158,7 +158,7 @@ def _gelu_of_octet(values, FAST: gl.constexpr):
 
 
 @gluon.jit
-def _activate(y, bias, box, tokens, tiles, F: gl.constexpr):
+def _activate(y, row_scale, bias, box, tokens, tiles, F: gl.constexpr):
     """GELU of one tile after the other, some rows after the others, stored to y, which has so many `tokens`."""
     TILES: gl.constexpr = F // COLUMNS
     FAST: gl.constexpr = y.dtype.element_ty == gl.bfloat16
@@ -179,11 +179,22 @@ def _activate(y, bias, box, tokens, tiles, F: gl.constexpr):
         if bias is not None:
             shift += gl.load(bias + column + lane).to(gl.float32)
         place = y + (row + line).to(gl.int64)[:, None] * (BLOCKS * F) + (column + lane)[None, :]
+        if row_scale is not None:
+            factor = gl.load(row_scale + row + line, mask=row + line < tokens, other=0.0)
         mbarrier.wait(full, phase)
         for chunk in range(ROWS // CHUNK):
-            values = (chunks[0].index(chunk).load(layout).to(gl.float32) + shift[None, :],)
-            for block in gl.static_range(1, BLOCKS):
-                values += (chunks[block].index(chunk).load(layout).to(gl.float32),)
+            values = ()
+            for block in gl.static_range(BLOCKS):
+                value = chunks[block].index(chunk).load(layout).to(gl.float32)
+                if row_scale is not None:
+                    value *= factor[:, None]
+                if block == 0:
+                    value += shift[None, :]
+                values += (value,)
+            if row_scale is not None:
+                # Those of the next rows come while this is computed.
+                token = row + (chunk + 1) * CHUNK + line
+                factor = gl.load(row_scale + token, mask=token < tokens, other=0.0)
             results = _gelu_of_octet(values, FAST)
             inside = (row + chunk * CHUNK + line < tokens)[:, None]
             for block in gl.static_range(BLOCKS):
@@ -209,7 +220,7 @@ def _allocate_box(dtype: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["count", "tiles"])
-def _linear_gelu(x, one, two, bias, y, count, tiles, F: gl.constexpr, M: gl.constexpr):
+def _linear_gelu(x, one, two, row_scale, bias, y, count, tiles, F: gl.constexpr, M: gl.constexpr):
     """y of x, which have so many tokens; F and M are eighths of their widths."""
     tokens = new_tokens(x, BLOCKS * M, 1)
     weights = new_weights(x.dtype, COLUMNS, x.block_type.shape[1], STAGES)
@@ -217,7 +228,7 @@ def _linear_gelu(x, one, two, bias, y, count, tiles, F: gl.constexpr, M: gl.cons
     gl.warp_specialize(
         [
             (_multiply, (tokens, weights, box, tiles, F, M)),
-            (_activate, (y, bias, box, count, tiles, F)),
+            (_activate, (y, row_scale, bias, box, count, tiles, F)),
             (_load_weights, (one, two, weights, tiles, F, M)),
             (load_tokens, (x, tokens, tiles, F // COLUMNS)),
         ],
@@ -236,9 +247,17 @@ def takes(device: torch.device, dtype: torch.dtype, channels: int, width: int) -
 
 
 def linear_gelu(
-    x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    x: torch.Tensor,
+    one: torch.Tensor,
+    two: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    row_scale: torch.Tensor | None = None,
 ) -> None:
-    """GELU(W x + b) of x[T, C] written to out[T, 8F], which is contiguous; one[4, F, C/8], two[1, 2F, C/4]."""
+    """GELU(W x + b) of x[T, C] written to out[T, 8F], which is contiguous; one[4, F, C/8], two[1, 2F, C/4].
+
+    row_scale[T], in float32, is what tokens are multiplied by before.
+    """
     if not len(x):
         return
     channels = x.shape[1]
@@ -249,6 +268,7 @@ def linear_gelu(
             in_boxes(x, (64, step)),
             in_boxes(one.flatten(0, 1), (32, step)),
             in_boxes(two.flatten(0, 1), (32, step)),
+            row_scale,
             bias,
             out,
             len(x),

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from quickvit.ops.triton.boxes import accumulators, in_boxes
+from quickvit.ops.triton.boxes import accumulators, factors, in_boxes
 from quickvit.ops.triton.launch import multiprocessors, shared_memory
 from quickvit.ops.triton.streamed import (
     copies_of,
@@ -64,7 +64,7 @@ def _load_weights(one, two, weights, tiles):
 
 
 @gluon.jit
-def _multiply(out, bias, tokens, weights, following, count, tiles, GROUP: gl.constexpr):
+def _multiply(out, row_scale, bias, tokens, weights, following, count, tiles, GROUP: gl.constexpr):
     """Every other tile."""
     x, tokens_full, tokens_empty = tokens
     _, _, empty = weights
@@ -72,6 +72,10 @@ def _multiply(out, bias, tokens, weights, following, count, tiles, GROUP: gl.con
     first, last = share(tiles)
     phase = 0
     for block in range(first // TILES, (last + TILES - 1) // TILES):
+        # Of products of one irrep, and of both copies of another, which lie in threads in two ways.
+        if row_scale is not None:
+            factor = factors(row_scale, block * ROWS, count, accumulators(COLUMNS))
+            of_two = factors(row_scale, block * ROWS, count, accumulators(2 * COLUMNS))
         mbarrier.wait(tokens_full, phase)
         begin = max(first, block * TILES)
         for tile in range(begin + (begin - first + GROUP) % 2, min(last, (block + 1) * TILES), 2):
@@ -85,6 +89,9 @@ def _multiply(out, bias, tokens, weights, following, count, tiles, GROUP: gl.con
             mbarrier.arrive(empty.index((turn + 2 * PIECES - 1) % STAGES), count=1)
             feature = tile % TILES // PAIRS
             pair = tile % PAIRS
+            if row_scale is not None:
+                a1, a2, b1, b2 = a1 * factor, a2 * factor, b1 * factor, b2 * factor
+                e1, e2 = e1 * of_two, e2 * of_two
             if bias is not None:
                 channel = (feature * HEADS + lane // 2) * _C + 2 * pair + lane % 2
                 a1 += gl.load(bias + channel).to(gl.float32)[None, :]
@@ -124,7 +131,7 @@ def _put(out, a1, a2, b1, b2, e1, e2, rows):
 
 
 @gluon.jit(do_not_specialize=["count", "tiles"])
-def _linear_heads(x, one, two, bias, out, count, tiles):
+def _linear_heads(x, one, two, row_scale, bias, out, count, tiles):
     """q, k and v of so many tokens."""
     tokens = new_tokens(x, CHANNELS, 2)
     weights = new_weights(x.dtype, COLUMNS, STEP, STAGES)
@@ -133,8 +140,8 @@ def _linear_heads(x, one, two, bias, out, count, tiles):
         mbarrier.init(following.index(group), count=1)
     gl.warp_specialize(
         [
-            (_multiply, (out, bias, tokens, weights, following, count, tiles, 0)),
-            (_multiply, (out, bias, tokens, weights, following, count, tiles, 1)),
+            (_multiply, (out, row_scale, bias, tokens, weights, following, count, tiles, 0)),
+            (_multiply, (out, row_scale, bias, tokens, weights, following, count, tiles, 1)),
             (_load_weights, (one, two, weights, tiles)),
             (load_tokens, (x, tokens, tiles, TILES)),
         ],
@@ -153,9 +160,16 @@ def takes(device: torch.device, dtype: torch.dtype, channels: int, heads: int) -
 
 
 def linear_heads(
-    x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    one: torch.Tensor,
+    two: torch.Tensor,
+    bias: torch.Tensor | None,
+    row_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q, k and v of x[T, C] in pairs, [3, T, H, D], with the bias of A1; one[4, 3C/8, C/8], two[1, 3C/4, C/4]."""
+    """q, k and v of x[T, C] in pairs, [3, T, H, D], with the bias of A1; one[4, 3C/8, C/8], two[1, 3C/4, C/4].
+
+    row_scale[T], in float32, is what tokens are multiplied by before the bias.
+    """
     count, channels = x.shape
     out = torch.empty((3, count, HEADS.value, channels // HEADS.value), dtype=x.dtype, device=x.device)
     tiles = -(-count // 64) * TILES.value
@@ -165,6 +179,7 @@ def linear_heads(
                 in_boxes(x, (64, STEP.value)),
                 in_boxes(one.reshape(-1, _C.value, one.shape[2]), (16, 2, STEP.value)),
                 in_boxes(two.reshape(-1, 2 * _C.value, two.shape[2]), (16, 2, STEP.value)),
+                row_scale,
                 bias,
                 out,
                 count,
