@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quickvit.ops import tiles
-from quickvit.ops.triton import attention, convert, gelu, heads, norm, weight_gradient, whole_head
+from quickvit.ops.triton import attention, convert, deviation, gelu, heads, norm, weight_gradient, whole_head
 
 # Bytes that a program may have, by compute capability.
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -41,7 +41,7 @@ def prepare(capability):
     torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
     torch.cuda.get_device_name = lambda device: "none"
     tiles.stored = lambda gpu: {}
-    for module in (attention, convert, gelu, heads, norm, weight_gradient, whole_head):
+    for module in (attention, convert, deviation, gelu, heads, norm, weight_gradient, whole_head):
         module.traced = Recorder
         for name, value in (("multiprocessors", 108), ("shared_memory", limit)):
             if hasattr(module, name):
@@ -72,7 +72,9 @@ def launch(length, width, number, hidden):
         norm.residual_norm_backward(*(y, stream, stream, statistics, gain, x, bias, gain, factors, 1), **maps)
     convert.convert([gain, factors], x.dtype)
     convert.convert([bias], gain.dtype)
+    deviation.deviation(x, bias, 1e-6)
     gelu.gelu_forward(features, hidden_bias, features)
+    gelu.gelu_forward(features, hidden_bias, features, factors)
     gelu.gelu_backward(features, features, hidden_bias)
     if dim in attention.FORWARD_TILES:
         out, lse = attention.attention_forward(qkv, qkv_bias, number, shapes)
@@ -152,6 +154,7 @@ def hopper(limit):
             kernels.linear(x, one, two, y)
             kernels.linear(x, one.mT.contiguous().mT, two.mT.contiguous().mT, y)
             kernels.linear_heads(x, one, two, torch.empty(f), 8)
+            kernels.linear_heads(x, one, two, torch.empty(f), 8, torch.empty(1))
     for width in with_gelu.STEPS:
         for dtype in (torch.bfloat16, torch.float16):
             x, y = torch.empty(1, width, dtype=dtype), torch.empty(1, 4 * width, dtype=dtype)
@@ -161,10 +164,12 @@ def hopper(limit):
             )
             with_gelu.linear_gelu(x, one, two, torch.empty(width // 2), y)
             with_gelu.linear_gelu(x, one, two, None, y)
+            with_gelu.linear_gelu(x, one, two, torch.empty(width // 2), y, torch.empty(1))
     for dtype in (torch.bfloat16, torch.float16):
         x, one, two = (torch.empty(shape, dtype=dtype) for shape in ((1, 1280), (4, 480, 160), (1, 960, 320)))
         to_heads.linear_heads(x, one, two, torch.empty(480))
         to_heads.linear_heads(x, one, two, None)
+        to_heads.linear_heads(x, one, two, torch.empty(480), torch.empty(1))
     for tokens in (257, 197):
         for pairs, shape in ((True, (3, 1, tokens, 16, 80)), (False, (1, tokens, 3, 16, 80))):
             qkv = torch.empty(shape, dtype=torch.bfloat16)

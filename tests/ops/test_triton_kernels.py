@@ -19,7 +19,16 @@ from quickvit.ops import norm as norm_operators  # noqa: E402
 from quickvit.ops import precision  # noqa: E402
 from quickvit.ops.heads import merge_heads, split_heads  # noqa: E402
 from quickvit.ops.packing import Shapes, attend, pack, unpack  # noqa: E402
-from quickvit.ops.triton import attention, convert, gelu, heads, norm, weight_gradient, whole_head  # noqa: E402
+from quickvit.ops.triton import (  # noqa: E402
+    attention,
+    convert,
+    deviation,
+    gelu,
+    heads,
+    norm,
+    weight_gradient,
+    whole_head,
+)
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -176,13 +185,19 @@ def expand(per_channel: Tensor) -> Tensor:
     return torch.cat([per_channel, per_channel[4 * m :]])
 
 
-def norm_definition(x: Tensor, gain: Tensor, shift: Tensor, pair_weight: float) -> Tensor:
+def centre(x: Tensor, pair_weight: float) -> tuple[Tensor, Tensor]:
+    """Without its means, and the reciprocal standard deviation of that."""
     m = x.shape[1] // 8
     parts = x.split([m] * 4 + [2 * m] * 2, dim=1)
     centred = torch.cat([p - p.mean(1, keepdim=True) for p in parts], dim=1)
     weights = torch.ones_like(x[0]).index_fill(0, torch.arange(4 * m, 8 * m, device=x.device), pair_weight)
     variance = (weights * centred.square()).mean(1, keepdim=True)
-    return add_invariant(centred / torch.sqrt(variance + EPS) * expand(gain), shift)
+    return centred, (variance + EPS).rsqrt()
+
+
+def norm_definition(x: Tensor, gain: Tensor, shift: Tensor, pair_weight: float) -> Tensor:
+    centred, rstd = centre(x, pair_weight)
+    return add_invariant(centred * rstd * expand(gain), shift)
 
 
 @pytest.mark.parametrize(
@@ -340,6 +355,24 @@ def test_the_operator_of_some_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         results.append([z.detach(), y.detach(), *grads])
     for actual, expected in zip(*results, strict=True):
         assert_near(actual, expected, torch.float32, ulps=32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "m", "pair_weight", "biased"),
+    [(0, 8, 1.0, True), (1, 8, 1.0, True), (7, 12, 0.25, True), (19, 26, 1.0, False), (5, 20, 1.0, True)],
+)
+def test_what_a_norm_divides_by(
+    tokens: int, m: int, pair_weight: float, biased: bool, dtype: torch.dtype
+) -> None:
+    x, bias = draw(0, tokens, 8 * m, dtype=dtype) + 3, draw(1, m) if biased else None
+    before, total = x.clone(), add_invariant(x.double(), None if bias is None else bias.double())
+    rstd = deviation.deviation(x, bias, EPS, pair_weight)
+    assert torch.equal(x[:, m:], before[:, m:])
+    if tokens:
+        assert_near(x, total, dtype)
+    # That of the sum as it was rounded.
+    torch.testing.assert_close(rstd, centre(x.double(), pair_weight)[1][:, 0].float())
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")

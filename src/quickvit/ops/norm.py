@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quickvit.group import D8, Layout
+from quickvit.group import D8, DihedralGroup, Layout
 from quickvit.ops.backend import fused, needs_grad
-from quickvit.ops.operator import fused_operator, kernels, seen, straight, written
+from quickvit.ops.operator import closed_operator, fused_operator, kernels, seen, straight, written
 from quickvit.ops.precision import product_dtype
 from quickvit.ops.rows import Rows, flat, lines
 
@@ -100,6 +100,32 @@ def octic_residual_norm(
     return z.view(x.shape), y.view(x.shape) if normed is None else y
 
 
+def octic_deviation(
+    x: Tensor, eps: float, layout: Layout, bias: Tensor | None = None, *, pair_weight: float = 1.0
+) -> Tensor:
+    """1/σ [T], what a norm multiplies tokens x [T, C] by, after a bias [C/|G|] was added to A1 of x in place."""
+    _require_channels(x, layout)
+    (bias,) = lines(bias)
+    rstd: Tensor = _deviation(x, bias, eps, pair_weight, layout.group.order)
+    return rstd
+
+
+@closed_operator("octic_deviation", mutates_args=("x",))
+def _deviation(x: Tensor, bias: Tensor | None, eps: float, pair_weight: float, order: int) -> Tensor:
+    if x.is_cuda:
+        return kernels(x, "deviation").deviation(x, bias, eps, pair_weight)
+    if bias is not None:
+        x[:, : bias.shape[0]] += bias
+    layout = Layout(x.shape[1], DihedralGroup(order))
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return _reciprocal(_centre(x.to(dtype), layout), eps, layout, pair_weight)[:, 0]
+
+
+@_deviation.register_fake
+def _(x, bias, eps, pair_weight, order):
+    return x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
+
+
 def _may_write(x: Tensor, branch: Tensor, *parameters: Tensor | None) -> bool:
     """Whether the sum can take the place of x, and its norm that of the branch.
 
@@ -156,10 +182,15 @@ def definition(
         # The centred blocks have mean zero together, so the standard norm finds nothing more to centre.
         y = functional.layer_norm(x, (layout.channels,), gain, shift, eps)
     else:
-        weight = x.new_full((layout.channels,), pair_weight)
-        weight[: layout.one_dim_channels] = 1
-        y = x * torch.rsqrt((weight * x.square()).mean(-1, keepdim=True) + eps) * gain + shift
+        y = x * _reciprocal(x, eps, layout, pair_weight) * gain + shift
     return y.to(dtype)
+
+
+def _reciprocal(x: Tensor, eps: float, layout: Layout, pair_weight: float) -> Tensor:
+    """1/√(mean of squares + ε) of a centred token."""
+    weight = x.new_full((layout.channels,), pair_weight)
+    weight[: layout.one_dim_channels] = 1
+    return torch.rsqrt((weight * x.square()).mean(-1, keepdim=True) + eps)
 
 
 def _centre(x: Tensor, layout: Layout) -> Tensor:

@@ -22,6 +22,7 @@ from quickvit.ops.triton.token_tiles import (
     is_invariant,
     load_invariant,
     load_tiles,
+    normalise,
     of_row,
     parts_of,
     row_of,
@@ -131,26 +132,7 @@ def _norm_forward(
             if not IN_PLACE:
                 store_tiles(residual + start, tiles, stream)
 
-        line_mean = tl.zeros([4], tl.float32)
-        plane_mean = tl.zeros([2], tl.float32)
-        for t in tl.static_range(len(tiles)):
-            sums = tl.sum(stream[t].to(tl.float32), axis=1)
-            if t % 2 == 0:
-                line_mean += sums * (1.0 / M)
-            else:
-                plane_mean += sums * (0.5 / M)
-        centred = ()
-        square = 0.0
-        for t in tl.static_range(len(tiles)):
-            if t % 2 == 0:
-                z = tl.where(tiles[t][2], stream[t].to(tl.float32) - line_mean[:, None], 0.0)
-                square += tl.sum(tl.sum(z * z, axis=1), axis=0)
-            else:
-                z = tl.where(tiles[t][2], stream[t].to(tl.float32) - plane_mean[:, None], 0.0)
-                square += PAIR_WEIGHT * tl.sum(tl.sum(z * z, axis=1), axis=0)
-            centred += (z,)
-        # Squares that overflow would give zeros, which nobody takes for a run that has diverged.
-        rstd = tl.where(square < float("inf"), tl.math.rsqrt(square * (0.125 / M) + EPS), float("nan"))
+        line_mean, plane_mean, centred, rstd = normalise(stream, tiles, EPS, PAIR_WEIGHT, M)
         ys = ()
         for t in tl.static_range(len(tiles)):
             z = centred[t] * rstd * gains[t].to(tl.float32)
@@ -339,7 +321,7 @@ def _sum_partial(
         store(dbias, column - 13 * M, total, (column >= 13 * M) & (column < 14 * M))
 
 
-def _tile(
+def norm_tile(
     kernel: str,
     tiles: dict[int, tuple[int, int, int]],
     x: torch.Tensor,
@@ -409,7 +391,7 @@ def residual_norm_forward(
     if tokens == 0:
         return residual, y, statistics
     block, rest = parts_of(channels // 8)
-    warps, per_multiprocessor, stages = _tile("norm forward", FORWARD_TILES, x)
+    warps, per_multiprocessor, stages = norm_tile("norm forward", FORWARD_TILES, x)
     programs = min(tokens, per_multiprocessor * multiprocessors(x.device))
     with torch.cuda.device_of(x):
         traced(_norm_forward)[(programs,)](
@@ -493,7 +475,9 @@ def residual_norm_backward(
         return dx, dbranch, dgain, dshift, dscale, dbias
 
     block, rest = parts_of(m)
-    warps, per_multiprocessor, stages = _tile("norm backward", BACKWARD_TILES, residual, WIDE_BACKWARD_TILES)
+    warps, per_multiprocessor, stages = norm_tile(
+        "norm backward", BACKWARD_TILES, residual, WIDE_BACKWARD_TILES
+    )
     programs = min(tokens, per_multiprocessor * multiprocessors(residual.device))
     width = 7 * m if scale is None and branch_bias is None else 14 * m
     partial = torch.empty((programs, width), dtype=torch.float32, device=residual.device)

@@ -118,3 +118,29 @@ def load_invariant(pointer, tiles):
     for t in tl.static_range(0, len(tiles), 2):
         values += (tl.load(pointer + tiles[t][0], mask=is_invariant(tiles[t]), other=0.0).to(tl.float32),)
     return values
+
+
+@triton.jit
+def normalise(stream, tiles, EPS: tl.constexpr, PAIR_WEIGHT: tl.constexpr, M: tl.constexpr):
+    """Of a token the means of its blocks, what it is without them, and the reciprocal standard deviation of that."""
+    line_mean = tl.zeros([4], tl.float32)
+    plane_mean = tl.zeros([2], tl.float32)
+    for t in tl.static_range(len(tiles)):
+        sums = tl.sum(stream[t].to(tl.float32), axis=1)
+        if t % 2 == 0:
+            line_mean += sums * (1.0 / M)
+        else:
+            plane_mean += sums * (0.5 / M)
+    centred = ()
+    square = 0.0
+    for t in tl.static_range(len(tiles)):
+        if t % 2 == 0:
+            z = tl.where(tiles[t][2], stream[t].to(tl.float32) - line_mean[:, None], 0.0)
+            square += tl.sum(tl.sum(z * z, axis=1), axis=0)
+        else:
+            z = tl.where(tiles[t][2], stream[t].to(tl.float32) - plane_mean[:, None], 0.0)
+            square += PAIR_WEIGHT * tl.sum(tl.sum(z * z, axis=1), axis=0)
+        centred += (z,)
+    # Squares that overflow would give zeros, which nobody takes for a run that has diverged.
+    rstd = tl.where(square < float("inf"), tl.math.rsqrt(square * (0.125 / M) + EPS), float("nan"))
+    return line_mean, plane_mean, centred, rstd
