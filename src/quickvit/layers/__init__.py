@@ -4,6 +4,7 @@ from quickvit.layers.attention import OcticAttention
 from quickvit.layers.block import OcticBlock, Pending
 from quickvit.layers.depth import draw_subset, sample_scale
 from quickvit.layers.dropout import OcticDropout
+from quickvit.layers.folded import OcticFoldedBlock
 from quickvit.layers.invariant import INVARIANTS, OcticInvariant
 from quickvit.layers.lift import FreeLift, OcticLift
 from quickvit.layers.linear import OcticLinear
@@ -20,6 +21,7 @@ __all__ = [
     "OcticAttention",
     "OcticBlock",
     "OcticDropout",
+    "OcticFoldedBlock",
     "OcticInvariant",
     "OcticLayerNorm",
     "OcticLayerScale",

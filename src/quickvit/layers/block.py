@@ -35,9 +35,20 @@ def takes_pending(block: nn.Module) -> bool:
 
     One with hooks cannot: they look at tokens, or free the parameters that are still to be added (FSDP's).
     """
-    inside = block._modules.get("_orig_mod") or block  # of torch.compile(block)
+    inside = _inside(block)
     octic = isinstance(inside, OcticBlock) and is_ours(inside)
     return octic and not (is_watched(block) or is_watched(inside))
+
+
+def hands_over(block: nn.Module, following: nn.Module) -> bool:
+    """Whether a block can leave what it has to add to the next one, which is of its kind."""
+    alike = type(_inside(block)) is type(_inside(following))
+    return alike and takes_pending(block) and takes_pending(following)
+
+
+def _inside(block: nn.Module) -> nn.Module:
+    """A block, or that of torch.compile(block)."""
+    return block._modules.get("_orig_mod") or block
 
 
 class OcticBlock(nn.Module):
@@ -101,6 +112,12 @@ class OcticBlock(nn.Module):
         del pending
         pending = _pending(self.mlp.deferred(y, overwrite=True), self.ls2, second)
         return (x, pending) if defer else self.add(x, pending)
+
+    def fuse(self) -> OcticBlock:
+        """The same for inference, see `OcticFoldedBlock`; `timm.utils.reparameterize_model` asks for it."""
+        from quickvit.layers.folded import OcticFoldedBlock  # it imports this module
+
+        return OcticFoldedBlock(self)
 
     def add(self, x: Tensor, pending: Pending) -> Tensor:
         """The residual sum that was left to add."""

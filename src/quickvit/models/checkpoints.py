@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from quickvit.layers import OcticFoldedBlock
 from quickvit.models.declared import LABELS, declare, declared
 from quickvit.models.quick_vit import QuickVisionTransformer
 
@@ -73,6 +74,11 @@ def save_checkpoint(model: nn.Module, path: str | Path, state: dict[str, Tensor]
     """
     require_suffix(path)
     model = _unwrap(model)
+    if any(isinstance(module, OcticFoldedBlock) for module in model.modules()):
+        raise CheckpointError(
+            "cannot save a model with folded blocks, which are for inference; save the model that it was made of, "
+            "and fold that after it was loaded"
+        )
     state = _stripped(model.state_dict() if state is None else state)
     preprocessing = declared_preprocessing(model)
     config = {**model.config, PREPROCESSING: preprocessing} if preprocessing else model.config

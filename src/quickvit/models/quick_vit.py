@@ -32,7 +32,7 @@ from quickvit.layers import (
     StandardAttention,
     StandardBlock,
 )
-from quickvit.layers.block import takes_pending
+from quickvit.layers.block import hands_over, takes_pending
 from quickvit.layers.hooks import has_hooks
 from quickvit.layers.linear import STANDARD_STD
 from quickvit.models.declared import LABELS, declare, declared
@@ -557,7 +557,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
             if i < octic_depth and takes_pending(block):
                 # The next norm adds this block's last branch in its own pass, unless somebody looks at x before.
                 last = i + 1 == min(octic_depth, len(blocks))
-                defer = not (last or i in take) and takes_pending(blocks[i + 1])
+                defer = not (last or i in take) and hands_over(block, blocks[i + 1])
                 out = self._call(block, x, pending, defer=defer, **packed)
                 x, pending = out if defer else (out, None)
             else:
