@@ -37,6 +37,10 @@ for piece in "$@"; do
         huge) bench "$piece" model --sizes huge --families d8 h8 i8 --views false "${blocks[@]}" ;;
         giant) bench "$piece" model --sizes giant e --families d8 --views false "${blocks[@]}" ;;
         22b) bench "$piece" model --sizes 22b --depth 2 --families d8 --views false "${graphs[@]}" ;;
+        folded_large) bench "$piece" model --sizes large --families d8 h8 --folded true --views false "${graphs[@]}" ;;
+        folded_huge) bench "$piece" model --sizes huge --families d8 h8 --folded true --views false "${blocks[@]}" ;;
+        folded_giant) bench "$piece" model --sizes giant e --families d8 --folded true --views false "${blocks[@]}" ;;
+        folded_22b) bench "$piece" model --sizes 22b --depth 2 --families d8 --folded true --views false "${graphs[@]}" ;;
         block_large) bench "$piece" block --sizes large --families d8 "${graphs[@]}" ;;
         block_huge) bench "$piece" block --sizes huge --families d8 "${graphs[@]}" ;;
         train_large) bench "$piece" train --sizes large --families d8 h8 i8 "${blocks[@]}" ;;
@@ -49,6 +53,7 @@ for piece in "$@"; do
         packing_small) bench "$piece" train --recipe dinov2 --batch 8 --sizes large --families h8 "${fewer[@]}" "${graphs[@]}" ;;
         packing) bench "$piece" train --recipe dinov2 --batch 32 --sizes large --families h8 "${fewer[@]}" "${graphs[@]}" ;;
         memory) bench "$piece" memory --sizes large huge giant e --families d8 h8 i8 --compile none ;;
+        memory_folded) bench "$piece" memory --sizes large huge giant e --families d8 --folded true --compile none ;;
         memory_22b) bench "$piece" memory --sizes 22b --families d8 --compile none ;;
         memory_compiled) bench "$piece" memory --sizes large huge --families d8 h8 i8 h2 --compile default ;;
         memory_compiled_giant) bench "$piece" memory --sizes giant e --families d8 --compile default ;;

@@ -9,6 +9,7 @@ half of an h8's or i8's blocks is octic.
 import argparse
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.autograd import DeviceType
@@ -20,9 +21,10 @@ from quickvit.bench.timing import COMPILE, Job, Settings
 from quickvit.bench.work import Shape
 
 STEPS = 5
-# What is profiled: a forward pass without gradients, one with a backward pass, a step of DINOv2's training.
+# What is profiled: passes without gradients, of blocks as they are or folded, one with gradients, a step of DINOv2's.
 KINDS: dict[str, Callable[[str, Shape, Settings], Job]] = {
     "forward": inference,
+    "folded": partial(inference, folded=True),
     "train": training,
     "dinov2": lambda family, shape, settings: dinov2_step(shape, settings, family),
 }

@@ -23,7 +23,7 @@ def test_measurements_can_be_asked_for(piece, arguments):
     parse(["bench", *shlex.split(arguments), "--out", f"{piece}.json"])
 
 
-@pytest.mark.parametrize("step", ["forward", "train", "dinov2"])
+@pytest.mark.parametrize("step", ["forward", "folded", "train", "dinov2"])
 def test_kernels_of_a_block_are_counted(step, monkeypatch, capsys):
     """Of models of 2 and 4 blocks, whose kernels take 10 µs for a block and 5 beside them."""
     script = runpy.run_path(str(SCRIPTS / "kernels.py"))
@@ -55,6 +55,7 @@ def test_kernels_are_those_of_the_step_that_was_asked_for(monkeypatch):
     monkeypatch.setitem(names, "dinov2_step", lambda *arguments: arguments)
     kinds = names["KINDS"]
     assert (kinds["forward"], kinds["train"]) == (models.inference, models.training)
+    assert (kinds["folded"].func, kinds["folded"].keywords) == (models.inference, {"folded": True})
     assert kinds["dinov2"]("h8", "a shape", "settings") == ("a shape", "settings", "h8")
 
 

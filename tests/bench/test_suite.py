@@ -21,6 +21,7 @@ from quickvit.bench.table import table
 from quickvit.bench.timing import Settings
 from quickvit.bench.work import Ceilings, Shape
 from quickvit.group import D8
+from quickvit.layers import OcticBlock, OcticFoldedBlock, StandardBlock
 from quickvit.provenance import hardware, versions
 from quickvit.recipes import Dinov2
 from quickvit.recipes.dino.backbone import CropEncoder
@@ -169,8 +170,35 @@ def test_block():
 @pytest.mark.parametrize("family", ["d8", "h8", "i8", "h2"])
 def test_the_block_of_every_family_is_octic(family):
     settings = Settings(CPU, torch.float32, 1)
-    block = bench_models._create_block(family, Shape("tiny", 16, 32), settings)
-    assert type(block).__name__ == "OcticBlock"
+    for folded, kind in ((False, OcticBlock), (True, OcticFoldedBlock)):
+        form = bench_models.Form(family, folded)
+        assert type(bench_models._create_block(form, Shape("tiny", 16, 32), settings)) is kind
+
+
+def test_folded():
+    """Beside each family itself with folded blocks, where there are no gradients."""
+    asked = replace(SMALL, folded=True, families=("d8", "i8"))
+    both = ["vit", "d8", "d8, folded", "i8", "i8, folded"]
+    rows = run("model", asked).rows
+    check_times(rows)
+    assert names(rows, "forward") == both
+    assert names(rows, "invariant answer") == [VIEWS, *both[1:]]
+    _, d8, folded, *_ = rows
+    assert d8.gflops == folded.gflops
+    assert d8.floor_ms > folded.floor_ms
+    rows = run("block", replace(asked, families=("d8",))).rows
+    assert [row.name for row in rows] == ["vit", "d8", "d8, folded", "vit", "d8"]
+    rows = run("memory", asked).rows
+    assert [row.name for row in rows] == both
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_folded_blocks_are_what_is_timed(folded, monkeypatch):
+    seen = []
+    monkeypatch.setattr(bench_models, "_answers", lambda model, *_: seen.extend(map(type, model.blocks)))
+    bench_models.inference("h8", Shape("tiny", 16, 32, 4), Settings(CPU, torch.float32, 1), folded=folded)
+    octic = OcticFoldedBlock if folded else OcticBlock
+    assert seen == [octic, octic, StandardBlock, StandardBlock]
 
 
 def test_memory():

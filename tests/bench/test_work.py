@@ -4,7 +4,18 @@ import pytest
 import torch
 
 from quickvit.bench import Variant, count
-from quickvit.bench.work import Ceilings, Shape, Storage, Work, attention, floor_ms, linear, model, product
+from quickvit.bench.work import (
+    Ceilings,
+    Shape,
+    Storage,
+    Work,
+    attention,
+    block,
+    floor_ms,
+    linear,
+    model,
+    product,
+)
 from quickvit.group import D8
 
 HALF, FULL = Storage.inference(torch.float16), Storage.inference(torch.float32)
@@ -26,6 +37,16 @@ def test_bytes_by_hand():
     autocast = linear(rows, inputs, outputs, Storage.training(torch.bfloat16), D8)
     assert autocast.bytes == 2 * (160 + 640) + 4 * 128
     assert attention(3, 5, 16, HALF) == Work(4 * 3 * 25 * 16, 2 * 4 * 3 * 5 * 16)
+
+
+def test_folded_blocks_move_fewer_bytes():
+    """Of eight passes of two norms and sums: the stream is read twice by norms and twice by products, A1 written."""
+    size, rows = Shape("large", 16).dims, 3 * 5
+    apart, folded = (block(size, 3, 5, HALF, D8, folded=state) for state in (False, True))
+    saved = sum(step.bytes for step in apart) - sum(step.bytes for step in folded)
+    assert saved == (8 - 2 - 2 - 2 / 8) * 2 * rows * 1024
+    assert sum(step.flops for step in apart) == sum(step.flops for step in folded)
+    assert block(size, 3, 5, HALF, folded=True) == block(size, 3, 5, HALF)
 
 
 def test_training_does_three_times_the_products_of_inference():

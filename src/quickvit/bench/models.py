@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import set_fused_attn, use_fused_attn
+from timm.utils import reparameterize_model
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -39,6 +41,23 @@ class EightViews(nn.Module):
         return mean
 
 
+class Form(NamedTuple):
+    """The baseline or a family, whose octic blocks may be folded."""
+
+    name: str
+    folded: bool = False
+
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        return f"{self.name}, folded" if self.folded else self.name
+
+    @property
+    def invariant(self) -> bool:
+        """Whether poses do not change its answer."""
+        return self.name != BASELINE and FAMILIES[self.name].invariant
+
+
 # ---------------------------------------------------------------------- benchmarks
 
 
@@ -49,30 +68,32 @@ def bench_models(
     families: Sequence[str],
     *,
     views: bool = True,
+    folded: bool = False,
 ) -> list[Row]:
     """Forward passes of whole models, without gradients; on a GPU also their peak memory.
 
-    With `views`, the invariant families are also compared with a ViT that is averaged over the eight views.
+    With `views`, the invariant families are also compared with a ViT that is averaged over the eight views. With
+    `folded` each family is also timed with its octic blocks folded.
     """
-    names = competitors(families)
+    forms = _forms(families, folded)
     rows = []
     for shape in shapes:
         peaks: dict[str, int] = {}
 
-        def build(name: str, shape: Shape = shape, peaks: dict[str, int] = peaks) -> Job:
-            job = partial(inference, name, shape, settings)
+        def build(form: Form, shape: Shape = shape, peaks: dict[str, int] = peaks) -> Job:
+            job = partial(inference, form.name, shape, settings, folded=form.folded)
             # A CUDA graph keeps its memory between calls, where the allocator does not see it used.
             if not settings.cuda or has_graphs(settings.compile):
                 return job()
-            result, peaks[name] = build_and_weigh(job, settings.device)
+            result, peaks[form.label] = build_and_weigh(job, settings.device)
             return result
 
         storage = Storage.inference(settings.dtype)
-        cases = [
-            Case(n, partial(build, n), model_work(shape, n, settings.batch, storage), settings.batch)
-            for n in names
-        ]
-        invariant = [c for c in cases if c.name != BASELINE and FAMILIES[c.name].invariant]
+        cases = []
+        for form in forms:
+            steps = model_work(shape, form.name, settings.batch, storage, folded=form.folded)
+            cases.append(Case(form.label, partial(build, form), steps, settings.batch))
+        invariant = [case for case, form in zip(cases, forms, strict=True) if form.invariant]
         answers: list[Case] = []
         if views and invariant:
             steps = model_work(shape, BASELINE, D8.order * settings.batch, storage)
@@ -104,27 +125,40 @@ def bench_training(
 
 
 def bench_blocks(
-    settings: Settings, ceilings: Ceilings, shapes: Sequence[Shape], families: Sequence[str]
+    settings: Settings,
+    ceilings: Ceilings,
+    shapes: Sequence[Shape],
+    families: Sequence[str],
+    *,
+    folded: bool = False,
 ) -> list[Row]:
-    """One transformer block: forward without gradients, and forward + backward as in training."""
+    """One transformer block: forward without gradients, also `folded`, and forward + backward as in training."""
     rows = []
     for shape in shapes:
         for backward in (False, True):
             storage = (Storage.training if backward else Storage.inference)(settings.dtype)
             cases = []
-            for name in competitors(families):
-                group = None if name == BASELINE else FAMILIES[name].group
+            for form in _forms(families, folded and not backward):
+                group = None if form.name == BASELINE else FAMILIES[form.name].group
                 steps = work.block(
-                    shape.dims, settings.batch, shape.tokens, storage, group, backward=backward
+                    shape.dims,
+                    settings.batch,
+                    shape.tokens,
+                    storage,
+                    group,
+                    backward=backward,
+                    folded=form.folded,
                 )
-                build = partial(_block_training if backward else _block_inference, name, shape, settings)
-                cases.append(Case(name, build, steps, settings.batch))
+                build = partial(_block_training if backward else _block_inference, form, shape, settings)
+                cases.append(Case(form.label, build, steps, settings.batch))
             label = f"{shape.label} block forward{' + backward' if backward else ''}"
             rows += timed_rows(label, cases, measure(cases, settings, label), settings, ceilings)
     return rows
 
 
-def bench_memory(settings: Settings, shapes: Sequence[Shape], families: Sequence[str]) -> list[Row]:
+def bench_memory(
+    settings: Settings, shapes: Sequence[Shape], families: Sequence[str], *, folded: bool = False
+) -> list[Row]:
     """Peak memory of a forward pass without gradients, each model alone on the device."""
     if has_graphs(settings.compile):
         raise ValueError(
@@ -140,16 +174,16 @@ def bench_memory(settings: Settings, shapes: Sequence[Shape], families: Sequence
     for shape in shapes:
         peaks: dict[str, int] = {}
         shape_rows = []
-        for name in competitors(families):
-            build = partial(inference, name, shape, settings)
+        for form in _forms(families, folded):
+            build = partial(inference, form.name, shape, settings, folded=form.folded)
             # The job is dropped at once, so that the next model is alone again.
             peak = attempt(partial(_peak, build, settings))
             release(settings)
             failure = peak.reason if isinstance(peak, Failure) else None
             if not isinstance(peak, Failure):
-                peaks[name] = peak
+                peaks[form.label] = peak
             label = f"{shape.label} inference"
-            shape_rows.append(Row(label, name, dtype_name(settings), failure=failure))
+            shape_rows.append(Row(label, form.label, dtype_name(settings), failure=failure))
         rows += with_memory(shape_rows, peaks)
     return rows
 
@@ -157,9 +191,10 @@ def bench_memory(settings: Settings, shapes: Sequence[Shape], families: Sequence
 # ---------------------------------------------------------------------- jobs
 
 
-def inference(name: str, shape: Shape, settings: Settings) -> Job:
-    """A forward pass of a model, without gradients."""
-    return _answers(create_model(name, shape, settings), shape, settings)
+def inference(name: str, shape: Shape, settings: Settings, *, folded: bool = False) -> Job:
+    """A forward pass of a model, whose octic blocks may be folded, without gradients."""
+    model = create_model(name, shape, settings)
+    return _answers(reparameterize_model(model, inplace=True) if folded else model, shape, settings)
 
 
 def _answers(model: nn.Module, shape: Shape, settings: Settings) -> Job:
@@ -203,13 +238,13 @@ def train_step(model: nn.Module, settings: Settings) -> Callable[[Tensor, Tensor
     return step
 
 
-def _block_inference(name: str, shape: Shape, settings: Settings) -> Job:
-    block = _create_block(name, shape, settings).to(settings.dtype).eval()
+def _block_inference(form: Form, shape: Shape, settings: Settings) -> Job:
+    block = _create_block(form, shape, settings).to(settings.dtype).eval()
     return _forward(block, _tokens(shape, settings).to(settings.dtype), settings)
 
 
-def _block_training(name: str, shape: Shape, settings: Settings) -> Job:
-    block = _create_block(name, shape, settings).train()
+def _block_training(form: Form, shape: Shape, settings: Settings) -> Job:
+    block = _create_block(form, shape, settings).train()
     x, grad = _tokens(shape, settings).requires_grad_(), _tokens(shape, settings)
     step = settings.compiled(block)
 
@@ -239,6 +274,13 @@ def competitors(families: Sequence[str]) -> list[str]:
     return [BASELINE, *dict.fromkeys(family for family in families if family != BASELINE)]
 
 
+def _forms(families: Sequence[str], folded: bool) -> list[Form]:
+    """The baseline, then the families, each followed by itself with folded blocks."""
+    baseline, *ours = competitors(families)
+    states = (False, True) if folded else (False,)
+    return [Form(baseline), *(Form(name, state) for name in ours for state in states)]
+
+
 @contextmanager
 def fused_attention() -> Iterator[None]:
     """Within this context timm's models are made with fused attention, whatever TIMM_FUSED_ATTN says."""
@@ -258,12 +300,12 @@ def create_model(name: str, shape: Shape, settings: Settings, **options: object)
         )
 
 
-def _create_block(name: str, shape: Shape, settings: Settings) -> nn.Module:
+def _create_block(form: Form, shape: Shape, settings: Settings) -> nn.Module:
     """The first block of a model, octic in all families."""
-    octic = {} if name == BASELINE else {"octic_depth": 1}
-    model = create_model(name, replace(shape, depth=1), settings, **octic)
-    block: nn.Module = model.get_submodule("blocks.0")
-    return block
+    octic = {} if form.name == BASELINE else {"octic_depth": 1}
+    model = create_model(form.name, replace(shape, depth=1), settings, **octic)
+    block: Any = model.get_submodule("blocks.0")
+    return block.fuse() if form.folded else block
 
 
 def model_work(shape: Shape, name: str, batch: int, storage: Storage, **options: bool) -> list[work.Work]:

@@ -61,6 +61,7 @@ class Request:
     workers: int = 0
     cache: bool = False
     views: bool = True
+    folded: bool = False
     threads: int | None = None
     repeats: int | None = None
 
@@ -146,7 +147,8 @@ class Benchmark:
 def _model(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
     """Forward passes of whole models, timm's ViT beside ours."""
     families = request.families or ("d8", "h8", "i8")
-    return bench_models(settings, ceilings, request.shapes(), families, views=request.views)
+    chosen = {"views": request.views, "folded": request.folded}
+    return bench_models(settings, ceilings, request.shapes(), families, **chosen)
 
 
 def _train(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
@@ -162,12 +164,14 @@ def _train(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row
 
 def _block(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:
     """One transformer block, forward and forward + backward."""
-    return bench_blocks(settings, ceilings, request.shapes(), request.families or ("d8",))
+    families = request.families or ("d8",)
+    return bench_blocks(settings, ceilings, request.shapes(), families, folded=request.folded)
 
 
 def _memory(settings: Settings, _: Ceilings, request: Request) -> list[Row]:
     """Peak memory of inference, each model alone on the device."""
-    return bench_memory(settings, request.shapes(), request.families or ("d8", "h8", "i8"))
+    families = request.families or ("d8", "h8", "i8")
+    return bench_memory(settings, request.shapes(), families, folded=request.folded)
 
 
 def _linear(settings: Settings, ceilings: Ceilings, request: Request) -> list[Row]:

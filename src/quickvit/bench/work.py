@@ -156,6 +156,16 @@ def residual_norm(rows: int, width: int, storage: Storage) -> Work:
     return Work(0, 2 * rows * width * (storage.compute + storage.stream))
 
 
+def deviation(rows: int, width: int, storage: Storage, group: DihedralGroup) -> Work:
+    """What a folded block needs of a norm: reads the stream, and writes A1, to which a bias was added."""
+    return elementwise(rows * width, 1, storage.stream).times(0, 1 + 1 / group.order)
+
+
+def onto(step: Work, rows: int, width: int, storage: Storage) -> Work:
+    """A product that is added to the stream, which it reads too."""
+    return Work(step.flops, step.bytes + storage.stream * rows * width)
+
+
 # ---------------------------------------------------------------------- blocks and models
 
 
@@ -167,14 +177,18 @@ def block(
     group: DihedralGroup | None = None,
     *,
     backward: bool = False,
+    folded: bool = False,
 ) -> list[Work]:
-    """The steps of a transformer block; `backward` adds those of its gradients."""
+    """The steps of a transformer block, an octic one possibly `folded`; `backward` adds those of its gradients."""
     rows, width, hidden = batch * tokens, dims.embed_dim, dims.mlp_dim
     shapes = ((width, 3 * width), (width, width), (width, hidden), (hidden, width))
     products = [linear(rows, i, o, storage, group) for i, o in shapes]
     heads = attention(batch, tokens, width, storage)
     gelu = elementwise(rows * hidden, 2, storage.compute)
     norm = residual_norm(rows, width, storage)
+    if folded and group is not None:
+        norm = deviation(rows, width, storage, group)
+        products[1::2] = [onto(step, rows, width, storage) for step in products[1::2]]
     steps = [*products, heads, gelu, norm, norm]
     if backward:
         # The gradients of input and weight are two products of the same size. That of attention computes the
@@ -193,10 +207,11 @@ def model(
     *,
     backward: bool = False,
     features: bool = False,
+    folded: bool = False,
 ) -> list[Work]:
     """The steps of a whole model of a family, or of the standard ViT: lift, blocks, invariant and head.
 
-    features: all tokens are wanted, not the class token alone.
+    features: all tokens are wanted, not the class token alone. folded: the octic blocks are.
     """
     width, rows = shape.dims.embed_dim, batch * shape.tokens
     pixels = CHANNELS * shape.patch**2
@@ -207,7 +222,9 @@ def model(
     if family is not None:
         kind = FAMILIES[family]
         octic = shape.blocks if kind.full_depth else shape.blocks // 2
-        steps += octic * block(shape.dims, batch, shape.tokens, storage, kind.group, backward=backward)
+        steps += octic * block(
+            shape.dims, batch, shape.tokens, storage, kind.group, backward=backward, folded=folded
+        )
         if kind.invariant:
             # The power spectrum has 3C/4 values; it need not be stored between x and the product.
             wanted = batch if kind.full_depth and not features else rows

@@ -57,6 +57,10 @@ BENCH_OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "help": "also time a ViT averaged over the eight poses, which is invariant too",
         },
     ),
+    "--folded": (
+        ("block", "model", "memory"),
+        {"type": bool, "default": False, "help": "also measure inference with folded octic blocks"},
+    ),
     "--widths": (LAYERS, {"nargs": "+", "type": int, "help": "numbers of channels"}),
     "--groups": (
         ("linear",),
