@@ -276,9 +276,9 @@ def test_the_performance_page_says_what_an_invariant_answer_costs():
         assert f"| {row['case']} | {row['name']} | {cells} |" in text
 
 
-def test_the_performance_page_says_what_floors_are_without_gelu():
-    """Of an octic block in inference, by the rates that the records reached."""
-    with_gelu, without, longer = [], [], []
+def test_the_performance_page_says_what_floors_are_without_gelu_and_folded():
+    """Of an octic block in inference, also a folded one, by the rates that the records reached."""
+    with_gelu, without, longer, folded = [], [], [], []
     for size, record, tokens, case, depth in (
         ("large", "h200_model", 197, "ViT-Large/16 forward", 24),
         ("huge", "h200_huge", 257, "ViT-Huge/14 forward", 32),
@@ -293,6 +293,8 @@ def test_the_performance_page_says_what_floors_are_without_gelu():
         whole, alone = (1e3 * work.floor_ms(some, reached) for some in (steps, [gelu]))
         with_gelu.append(f"{whole:.0f}")
         without.append(f"{whole - alone:.0f}")
+        fewer = work.block(SIZES[size], 64, tokens, storage, D8, folded=True)
+        folded.append(f"{1e3 * work.floor_ms(fewer, reached):.0f}")
         d8 = next(r["ms"] for r in found["results"] if (r["case"], r["name"]) == (case, "d8"))
         longer.append(f"{1e3 * d8 / depth / (whole - alone):.1f}")
     words = " ".join(SPEED[0].read_text().split())
@@ -300,6 +302,8 @@ def test_the_performance_page_says_what_floors_are_without_gelu():
         f"would be {without[0]}, {without[1]} and {without[2]} µs at L/16, H/14 and G/14 instead of" in words
     )
     assert f"instead of {with_gelu[0]}, {with_gelu[1]} and {with_gelu[2]}," in words
+    fall = "fall from {}, {} and {} µs to {}, {} and {} at L/16, H/14 and G/14".format(*with_gelu, *folded)
+    assert fall in words
     assert f"about {longer[0]} and {longer[1]} times as long as them" in words
 
 
