@@ -1,0 +1,94 @@
+"""A folded block by the kernels that a Hopper runs, run on a CPU: what each needs of the others is there."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Gluon")
+
+from gluon_on_cpu import OnCpu
+
+from quickvit.layers import OcticBlock, OcticFoldedBlock, folded
+from quickvit.ops import hopper as switch
+from quickvit.ops import mlp
+from quickvit.ops.triton import deviation, gelu, hopper, hopper_attention, hopper_gelu, hopper_heads
+from quickvit.testing import randomize
+
+HOPPER = 227 * 1024
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The path of a Hopper, whatever the device, and the names of what launches kernels, as it is called."""
+    calls = []
+
+    def watch(module, name):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, **k: (calls.append(name), function(*a, **k))[1])
+
+    for module, name in (
+        (hopper, "_octic_linear"),
+        (hopper_attention, "_attention"),
+        (hopper_gelu, "_linear_gelu"),
+        (hopper_heads, "_linear_heads"),
+    ):
+        monkeypatch.setattr(module, name, OnCpu(getattr(module, name)))
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
+    for module in (hopper, hopper_attention):
+        monkeypatch.setattr(module, "shared_memory", lambda device: HOPPER)
+    hopper_attention._places.cache_clear()
+    for module, name in (
+        (deviation, "deviation"),
+        (gelu, "gelu_forward"),
+        (hopper, "linear_heads"),
+        (hopper_gelu, "linear_gelu"),
+        (hopper_heads, "linear_heads"),
+    ):
+        watch(module, name)
+    monkeypatch.setattr(folded, "_has_kernels", lambda x, group: True)
+    monkeypatch.setattr(folded, "takes_self_attention", lambda x, *_: x.shape[-1] in (1024, 1280))
+    monkeypatch.setattr(switch, "launches_gelu", lambda x, *_: x.shape[-1] in (1024, 1280))
+    monkeypatch.setattr(mlp, "kernels", lambda x, name: gelu)
+    monkeypatch.setattr(
+        OcticFoldedBlock,
+        "_deviation",
+        lambda self, norm, x, bias: deviation.deviation(x, bias, norm.eps, norm.pair_weight),
+    )
+    return calls
+
+
+ONE_KERNEL = 2 * ["deviation", "linear_heads", "deviation", "linear_gelu"]
+# Of one kernel after the other, for as many parts of the tokens as there is room for.
+APART = 2 * ["deviation", "deviation", "gelu_forward", "gelu_forward"]
+
+
+# Heads of 64 and of 80, whose sequences may be too short for the kernel of Hopper; and a width without such kernels.
+@pytest.mark.parametrize(
+    ("width", "shapes", "expected"),
+    [
+        (1024, ((3, 19),), ONE_KERNEL),
+        (1024, ((2, 19), (3, 7)), ONE_KERNEL),
+        (1280, ((2, 70),), ONE_KERNEL),
+        (1280, ((1, 70), (3, 5)), ONE_KERNEL),
+        (208, ((3, 19),), APART),
+    ],
+)
+@torch.no_grad()
+def test_it_is_the_block(width, shapes, expected, launched, monkeypatch):
+    tokens = sum(number * length for number, length in shapes)
+    if width == 208:
+        monkeypatch.setattr(mlp, "HIDDEN_BYTES", 2 * tokens * 416 // 2)
+    torch.manual_seed(0)
+    nets = [
+        randomize(OcticBlock(width, 16 if width > 208 else 2, 2, init_values=1.0), seed) for seed in (0, 1)
+    ]
+    # Triton's interpreter cannot multiply in bfloat16.
+    first, second = (net.eval().fuse().half() for net in nets)
+    x = (1 + torch.randn(tokens, width)).half()
+    y, left = first(x, defer=True, shapes=shapes)
+    y = second(y, left, shapes=shapes)
+    assert launched == expected
+    exact = x.double()
+    for net in nets:
+        exact = net.double()(exact, shapes=shapes)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=2e-2)
