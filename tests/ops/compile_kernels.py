@@ -72,7 +72,7 @@ def launch(length, width, number, hidden):
         norm.residual_norm_backward(*(y, stream, stream, statistics, gain, x, bias, gain, factors, 1), **maps)
     convert.convert([gain, factors], x.dtype)
     convert.convert([bias], gain.dtype)
-    deviation.deviation(x, bias, 1e-6)
+    deviation.deviation(x, 1e-6)
     gelu.gelu_forward(features, hidden_bias, features)
     gelu.gelu_forward(features, hidden_bias, features, factors)
     gelu.gelu_backward(features, features, hidden_bias)
@@ -164,12 +164,12 @@ def hopper(limit):
             )
             with_gelu.linear_gelu(x, one, two, torch.empty(width // 2), y)
             with_gelu.linear_gelu(x, one, two, None, y)
-            with_gelu.linear_gelu(x, one, two, torch.empty(width // 2), y, torch.empty(1))
+            with_gelu.linear_gelu(x, one, two, torch.empty(width // 2), y, (1e-6, 1.0))
     for dtype in (torch.bfloat16, torch.float16):
         x, one, two = (torch.empty(shape, dtype=dtype) for shape in ((1, 1280), (4, 480, 160), (1, 960, 320)))
         to_heads.linear_heads(x, one, two, torch.empty(480))
         to_heads.linear_heads(x, one, two, None)
-        to_heads.linear_heads(x, one, two, torch.empty(480), torch.empty(1))
+        to_heads.linear_heads(x, one, two, torch.empty(480), (1e-6, 1.0))
     for tokens in (257, 197):
         for pairs, shape in ((True, (3, 1, tokens, 16, 80)), (False, (1, tokens, 3, 16, 80))):
             qkv = torch.empty(shape, dtype=torch.bfloat16)

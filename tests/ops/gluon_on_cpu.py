@@ -150,7 +150,7 @@ class Warps(threading.local):
 
 def where(condition, one, other):
     """Of values or numbers."""
-    return torch.where(condition, torch.as_tensor(one), torch.as_tensor(other))
+    return torch.where(*(torch.as_tensor(value) for value in (condition, one, other)))
 
 
 def multiply_add(a, b, c):
@@ -186,6 +186,7 @@ class Program:
                 maximum=torch.maximum,
                 max=torch.amax,
                 sum=torch.sum,
+                rsqrt=torch.rsqrt,
                 exp2=torch.exp2,
                 log2=torch.log2,
                 max_contiguous=lambda value, count: value,

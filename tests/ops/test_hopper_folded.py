@@ -7,9 +7,9 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Glu
 
 from gluon_on_cpu import OnCpu
 
-from quickvit.layers import OcticBlock, OcticFoldedBlock, folded
+from quickvit.layers import OcticBlock, folded
 from quickvit.ops import hopper as switch
-from quickvit.ops import mlp
+from quickvit.ops import mlp, self_attention
 from quickvit.ops.triton import deviation, gelu, hopper, hopper_attention, hopper_gelu, hopper_heads
 from quickvit.testing import randomize
 
@@ -47,30 +47,23 @@ def launched(monkeypatch):
         watch(module, name)
     monkeypatch.setattr(folded, "_has_kernels", lambda x, group: True)
     monkeypatch.setattr(folded, "takes_self_attention", lambda x, *_: x.shape[-1] in (1024, 1280))
-    monkeypatch.setattr(switch, "launches_gelu", lambda x, *_: x.shape[-1] in (1024, 1280))
+    monkeypatch.setattr(switch, "launches_gelu", lambda x, *_, **__: x.shape[-1] in (1024, 1280))
     monkeypatch.setattr(mlp, "kernels", lambda x, name: gelu)
-    monkeypatch.setattr(
-        OcticFoldedBlock,
-        "_deviation",
-        lambda self, norm, x, bias: deviation.deviation(x, bias, norm.eps, norm.pair_weight),
-    )
+    for module in (folded, mlp, self_attention):
+        monkeypatch.setattr(module, "octic_deviation", lambda *arguments: deviation.deviation(*arguments))
     return calls
 
 
-ONE_KERNEL = 2 * ["deviation", "linear_heads", "deviation", "linear_gelu"]
-# Of one kernel after the other, for as many parts of the tokens as there is room for.
-APART = 2 * ["deviation", "deviation", "gelu_forward", "gelu_forward"]
-
-
-# Heads of 64 and of 80, whose sequences may be too short for the kernel of Hopper; and a width without such kernels.
+# Heads of 64 and of 80, whose sequences may be too short for the kernel of Hopper; and a width without such kernels,
+# whose hidden features exist in two parts.
 @pytest.mark.parametrize(
     ("width", "shapes", "expected"),
     [
-        (1024, ((3, 19),), ONE_KERNEL),
-        (1024, ((2, 19), (3, 7)), ONE_KERNEL),
-        (1280, ((2, 70),), ONE_KERNEL),
-        (1280, ((1, 70), (3, 5)), ONE_KERNEL),
-        (208, ((3, 19),), APART),
+        (1024, ((3, 19),), ["deviation", "linear_heads", "linear_gelu"]),
+        (1024, ((2, 19), (3, 7)), ["deviation", "linear_heads", "linear_gelu"]),
+        (1280, ((2, 70),), ["linear_heads", "linear_gelu"]),
+        (1280, ((1, 70), (3, 5)), ["linear_heads", "deviation", "linear_gelu"]),
+        (208, ((3, 19),), ["deviation", *2 * ["deviation", "gelu_forward"]]),
     ],
 )
 @torch.no_grad()
@@ -87,7 +80,7 @@ def test_it_is_the_block(width, shapes, expected, launched, monkeypatch):
     x = (1 + torch.randn(tokens, width)).half()
     y, left = first(x, defer=True, shapes=shapes)
     y = second(y, left, shapes=shapes)
-    assert launched == expected
+    assert launched == 2 * expected
     exact = x.double()
     for net in nets:
         exact = net.double()(exact, shapes=shapes)

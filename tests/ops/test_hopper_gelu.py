@@ -10,6 +10,7 @@ from gluon_on_cpu import OnCpu
 from quickvit.ops import hopper, mlp
 from quickvit.ops.gelu import definition as gelu
 from quickvit.ops.linear import definition as linear
+from quickvit.ops.norm import octic_deviation
 from quickvit.ops.triton import hopper_gelu
 
 # Of lanes past the end, whose results nobody uses.
@@ -35,16 +36,18 @@ def problem(tokens, channels, width, dtype):
 
 @pytest.mark.parametrize("channels", [1024, 1280])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 256), (130, 768), (450, 2048)])
-@pytest.mark.parametrize(("biased", "scaled"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("biased", "norm"), [(True, None), (False, None), (True, (1e-6, 1.0)), (True, (0.1, 0.25))]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_it_is_the_linear_map_and_gelu(tokens, channels, width, biased, scaled, dtype):
+def test_it_is_the_linear_map_and_gelu(tokens, channels, width, biased, norm, dtype):
     x, weights, bias = problem(tokens, channels, width, dtype)
     bias = bias if biased else None
-    factors = 0.5 + torch.rand(tokens) if scaled else None
     y = torch.full((tokens + 1, width), float("nan"), dtype=dtype)
-    hopper_gelu.linear_gelu(x, *weights, bias, y[:tokens], factors)
+    x = x if norm is None else 2 * x + 1
+    hopper_gelu.linear_gelu(x, *weights, bias, y[:tokens], norm)
     products = linear(x.float(), *(w.float() for w in weights)).to(dtype).float()
-    products = products if factors is None else factors[:, None] * products
+    products = products if norm is None else octic_deviation(x, *norm)[:, None] * products
     tolerance = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(y[:tokens].float(), gelu(products, bias), rtol=tolerance, atol=tolerance)
     assert y[tokens].isnan().all()
@@ -56,7 +59,7 @@ def test_no_tokens():
 
 
 def test_the_perceptron_is_made_of_it(monkeypatch):
-    monkeypatch.setattr(hopper, "launches_gelu", lambda *_: True)
+    monkeypatch.setattr(hopper, "launches_gelu", lambda *_, **__: True)
     monkeypatch.setattr(mlp, "kernels", None)
     x, up, bias = problem(70, 1280, 512, torch.bfloat16)
     down = tuple((torch.randn_like(w.float().mT) / 10).to(x.dtype) for w in up)
@@ -68,11 +71,13 @@ def test_the_perceptron_is_made_of_it(monkeypatch):
         return linear(gelu(hidden, bias), *(w.double() for w in down))
 
     torch.testing.assert_close(y.double(), expected(1), rtol=3e-2, atol=3e-2)
-    # In three parts, each with its own factors.
+    # In three parts, of tokens that are normalised before, and onto them.
     monkeypatch.setattr(mlp, "HIDDEN_BYTES", 2**15)
-    factors, stream = 0.5 + torch.rand(70), x.clone()
-    mlp.mlp_onto(stream, factors, *up, bias, *down)
-    torch.testing.assert_close(stream.double(), x + expected(factors[:, None]), rtol=3e-2, atol=3e-2)
+    stream, norm, second_bias = x.clone(), (0.1, 0.25), torch.randn(160).to(x.dtype)
+    mlp.mlp_onto(stream, *norm, *up, bias, *down, second_bias)
+    total = x + expected(octic_deviation(x, *norm)[:, None])
+    total[:, :160] += second_bias
+    torch.testing.assert_close(stream.double(), total, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize(

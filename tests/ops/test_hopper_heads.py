@@ -8,6 +8,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Glu
 from gluon_on_cpu import OnCpu
 
 from quickvit.ops.linear import definition
+from quickvit.ops.norm import octic_deviation
 from quickvit.ops.triton import hopper_heads
 from quickvit.ops.triton.heads import to_heads
 
@@ -19,9 +20,9 @@ def on_cpu(monkeypatch):
 
 # Of 16 programs some have the last tile of a block and the first of the next, so that each group has none of one.
 @pytest.mark.parametrize(("tokens", "programs"), [(0, 3), (1, 3), (64, 3), (130, 3), (300, 3), (192, 16)])
-@pytest.mark.parametrize(("biased", "scaled"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(("biased", "norm"), [(True, None), (False, None), (True, (0.1, 0.25))])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_it_is_the_linear_map_and_a_copy_into_heads(tokens, programs, biased, scaled, dtype, monkeypatch):
+def test_it_is_the_linear_map_and_a_copy_into_heads(tokens, programs, biased, norm, dtype, monkeypatch):
     monkeypatch.setattr(hopper_heads, "multiprocessors", lambda device: programs)
     generator = torch.Generator().manual_seed(tokens)
 
@@ -31,10 +32,10 @@ def test_it_is_the_linear_map_and_a_copy_into_heads(tokens, programs, biased, sc
     x, bias = noise(tokens, 1280).to(dtype), noise(480)
     weights = [(noise(*shape) / shape[2] ** 0.5).to(dtype) for shape in ((4, 480, 160), (1, 960, 320))]
     bias = bias if biased else None
-    factors = 0.5 + torch.rand(tokens, generator=generator) if scaled else None
-    found = hopper_heads.linear_heads(x, *weights, bias, factors)
+    x = x if norm is None else 2 * x + 1
+    found = hopper_heads.linear_heads(x, *weights, bias, norm)
     products = definition(x.float(), *(weight.float() for weight in weights))
-    products = products if factors is None else factors[:, None] * products
+    products = products if norm is None else octic_deviation(x, *norm)[:, None] * products
     expected = to_heads(products, 16, 3, bias, (tokens, 1), 0, pairs=True)
     tolerance = torch.finfo(dtype).eps
     for ours, exact in zip(found, expected, strict=True):

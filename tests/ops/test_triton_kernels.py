@@ -359,20 +359,13 @@ def test_the_operator_of_some_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("tokens", "m", "pair_weight", "biased"),
-    [(0, 8, 1.0, True), (1, 8, 1.0, True), (7, 12, 0.25, True), (19, 26, 1.0, False), (5, 20, 1.0, True)],
+    ("tokens", "m", "pair_weight"), [(0, 8, 1.0), (1, 8, 1.0), (7, 12, 0.25), (19, 26, 1.0), (5, 20, 1.0)]
 )
-def test_what_a_norm_divides_by(
-    tokens: int, m: int, pair_weight: float, biased: bool, dtype: torch.dtype
-) -> None:
-    x, bias = draw(0, tokens, 8 * m, dtype=dtype) + 3, draw(1, m) if biased else None
-    before, total = x.clone(), add_invariant(x.double(), None if bias is None else bias.double())
-    rstd = deviation.deviation(x, bias, EPS, pair_weight)
-    assert torch.equal(x[:, m:], before[:, m:])
+def test_what_a_norm_divides_by(tokens: int, m: int, pair_weight: float, dtype: torch.dtype) -> None:
+    x = draw(0, tokens, 8 * m, dtype=dtype) + 3
+    rstd = deviation.deviation(x, EPS, pair_weight)
     assert rstd.shape == (tokens,)
     if tokens:
-        assert_near(x, total, dtype)
-        # That of the sum as it was rounded.
         torch.testing.assert_close(rstd, centre(x.double(), pair_weight)[1][:, 0].float())
 
 

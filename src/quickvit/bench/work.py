@@ -156,11 +156,6 @@ def residual_norm(rows: int, width: int, storage: Storage) -> Work:
     return Work(0, 2 * rows * width * (storage.compute + storage.stream))
 
 
-def deviation(rows: int, width: int, storage: Storage, group: DihedralGroup) -> Work:
-    """What a folded block needs of a norm: reads the stream, and writes A1, to which a bias was added."""
-    return elementwise(rows * width, 1, storage.stream).times(0, 1 + 1 / group.order)
-
-
 def onto(step: Work, rows: int, width: int, storage: Storage) -> Work:
     """A product that is added to the stream, which it reads too."""
     return Work(step.flops, step.bytes + storage.stream * rows * width)
@@ -185,17 +180,18 @@ def block(
     products = [linear(rows, i, o, storage, group) for i, o in shapes]
     heads = attention(batch, tokens, width, storage)
     gelu = elementwise(rows * hidden, 2, storage.compute)
-    norm = residual_norm(rows, width, storage)
+    norms = 2 * [residual_norm(rows, width, storage)]
     if folded and group is not None:
-        norm = deviation(rows, width, storage, group)
+        # The products that follow read what a norm needs to know.
+        norms = []
         products[1::2] = [onto(step, rows, width, storage) for step in products[1::2]]
-    steps = [*products, heads, gelu, norm, norm]
+    steps = [*products, heads, gelu, *norms]
     if backward:
         # The gradients of input and weight are two products of the same size. That of attention computes the
         # logits again and four products more, and reads q, k, v, the output and its gradient. GELU reads input
         # and gradient. The norm reads both gradients, stream and branch, and writes two gradients.
         steps += 2 * products
-        steps += [heads.times(2.5, 2), gelu.times(1, 1.5), norm.times(1, 1.5), norm.times(1, 1.5)]
+        steps += [heads.times(2.5, 2), *(step.times(1, 1.5) for step in (gelu, *norms))]
     return steps
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import copy
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -22,11 +23,8 @@ from quickvit.ops.precision import product_dtype
 from quickvit.ops.rows import flat
 from quickvit.ops.self_attention import octic_self_attention, takes_self_attention
 
-
-class PendingBias(NamedTuple):
-    """A bias that is not added yet, so that the pass in which the next block looks at x can add it."""
-
-    bias: Tensor
+# In the place of what is left to add: nothing is, but x is the next block's alone, which may overwrite it.
+OWNED: Final = "owned"
 
 
 class OcticFoldedBlock(OcticBlock):
@@ -37,8 +35,8 @@ class OcticFoldedBlock(OcticBlock):
         W (gain · (x − x̄)/σ + shift) + b  =  W′x/σ + b′,    W′ = W diag(gain) (1 − 11ᵀ/n),    b′ = b + W shift
 
     and layer scale γ makes γW of the weights after which it comes. What is left of a norm is 1/σ, one number for a
-    token, by which the next step multiplies, and residual sums are part of the products before them. Elsewhere, with
-    gradients or hooks, it is an octic block whose norms have neither gain nor shift.
+    token, which the next step finds and multiplies by, and residual sums are part of the products before them.
+    Elsewhere, with gradients or hooks, it is an octic block whose norms have neither gain nor shift.
     """
 
     def __init__(self, block: OcticBlock) -> None:
@@ -64,10 +62,12 @@ class OcticFoldedBlock(OcticBlock):
                 value = getattr(norm, name).detach()
                 delattr(norm, name)
                 norm.register_buffer(name, value, persistent=False)
-        _fold(self.attn.qkv, attn.qkv, norm=block.norm1)
-        _fold(self.attn.proj, attn.proj, scale=block.ls1)
-        _fold(self.mlp.fc1, mlp.fc1, norm=block.norm2)
-        _fold(self.mlp.fc2, mlp.fc2, scale=block.ls2)
+        # Macs have no double precision on their GPU.
+        exact = copy.deepcopy(block).to("cpu" if weight.is_mps else weight.device, torch.float64)
+        _fold(self.attn.qkv, exact.attn.qkv, norm=exact.norm1)
+        _fold(self.attn.proj, exact.attn.proj, scale=exact.ls1)
+        _fold(self.mlp.fc1, exact.mlp.fc1, norm=exact.norm2)
+        _fold(self.mlp.fc2, exact.mlp.fc2, scale=exact.ls2)
         self.requires_grad_(False).train(block.training)
 
     def fuse(self) -> OcticFoldedBlock:
@@ -77,51 +77,33 @@ class OcticFoldedBlock(OcticBlock):
     def forward(
         self,
         x: Tensor,
-        pending: Pending | PendingBias | None = None,
+        pending: Pending | Literal["owned"] | None = None,
         *,
         defer: bool = False,
         shapes: Shapes | None = None,
     ) -> Tensor | tuple[Tensor, Any]:
         """Apply the block; the arguments are those of `OcticBlock`."""
         if not self._saves_passes(x):
-            if isinstance(pending, PendingBias):
-                x, pending = self.add(x, pending), None
+            pending = pending if isinstance(pending, Pending) else None
             return super().forward(x, pending, defer=defer, shapes=shapes)
-        bias = None
         if pending is None:
             x = x.clone(memory_format=torch.contiguous_format)
-        elif isinstance(pending, PendingBias):
-            bias = pending.bias
-        else:
+        elif isinstance(pending, Pending):
             x = self.add(x, pending)
-        tokens = flat(x)
-        rstd = self._deviation(self.norm1, tokens, bias)
-        linear_onto(tokens, self._heads(tokens.view(x.shape), rstd, shapes), *self.attn.proj.weights)
-        rstd = self._deviation(self.norm2, tokens, self.attn.proj.bias)
-        fc1, fc2 = self.mlp.fc1, self.mlp.fc2
-        mlp_onto(tokens, rstd, *fc1.weights, fc1.bias, *fc2.weights)
-        assert fc2.bias is not None
-        x, left = tokens.view(x.shape), PendingBias(fc2.bias)
-        return (x, left) if defer else self.add(x, left)
+        tokens, norm = flat(x), self.norm2
+        proj, fc1, fc2 = self.attn.proj, self.mlp.fc1, self.mlp.fc2
+        linear_onto(tokens, self._heads(tokens.view(x.shape), shapes), *proj.weights, proj.bias)
+        mlp_onto(tokens, norm.eps, norm.pair_weight, *fc1.weights, fc1.bias, *fc2.weights, fc2.bias)
+        x = tokens.view(x.shape)
+        return (x, OWNED) if defer else x
 
-    def add(self, x: Tensor, pending: Pending | PendingBias) -> Tensor:
-        """The residual sum, or the bias of one, that was left to add."""
-        if isinstance(pending, Pending):
-            return super().add(x, pending)
-        x[..., self.layout.invariant] += pending.bias
-        return x
-
-    def _deviation(self, norm: OcticLayerNorm, tokens: Tensor, bias: Tensor | None) -> Tensor:
-        return octic_deviation(tokens, norm.eps, self.layout, bias, pair_weight=norm.pair_weight)
-
-    def _heads(self, x: Tensor, rstd: Tensor, shapes: Shapes | None) -> Tensor:
-        attn = self.attn
+    def _heads(self, x: Tensor, shapes: Shapes | None) -> Tensor:
+        attn, norm = self.attn, (self.norm1.eps, self.norm1.pair_weight)
         qkv, group = attn.qkv, self.layout.group
         if takes_self_attention(x, attn.num_heads, group, shapes):
-            heads = octic_self_attention(
-                x, *qkv.weights, qkv.bias, attn.num_heads, shapes=shapes, row_scale=rstd
-            )
+            heads = octic_self_attention(x, *qkv.weights, qkv.bias, attn.num_heads, shapes=shapes, norm=norm)
         else:
+            rstd = octic_deviation(flat(x), *norm)
             y = (x * rstd.view(*x.shape[:-1], 1)).to(x.dtype)
             packed = octic_linear(y, *qkv.weights)
             heads = octic_attention(
@@ -158,10 +140,10 @@ def _fold(
     scale: OcticLayerScale | None = None,
 ) -> None:
     """The weights of a linear map with those of the norm before it, and of the layer scale after it."""
-    one, two = (weight.double() for weight in source.weights)
-    bias = one.new_zeros(one.shape[1]) if source.bias is None else source.bias.double()
+    one, two = source.weights
+    bias = one.new_zeros(one.shape[1]) if source.bias is None else source.bias
     if norm is not None:
-        bias = bias + one[0] @ norm.bias.double()
+        bias = bias + one[0] @ norm.bias
         of_one, of_two = _of_irreps(norm.weight, norm.layout)
         one, two = one * of_one.unsqueeze(1), two * of_two.unsqueeze(1)
         one, two = (weight - weight.mean(2, keepdim=True) for weight in (one, two))
@@ -175,5 +157,5 @@ def _fold(
 
 def _of_irreps(gains: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Gains as those of the one-dimensional irreps, [n1, C/|G|], and of the two-dimensional ones, [n2, 2C/|G|]."""
-    one, two = gains.double().split([layout.one_dim_channels, layout.gains - layout.one_dim_channels])
+    one, two = gains.split([layout.one_dim_channels, layout.gains - layout.one_dim_channels])
     return one.unflatten(0, (-1, layout.copies)), two.unflatten(0, (-1, 2 * layout.copies))

@@ -73,13 +73,13 @@ def launches(x: Tensor, weight: Tensor, out: Tensor) -> bool:
 
 
 def launches_gelu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, row_scale: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, normed: bool = False
 ) -> bool:
     """Whether a kernel should write GELU of a map of x to `out`; if not, kernels one after the other."""
     kind = "hopper_gelu", x.device, x.dtype, x.shape[1], out.shape[1]
     if not x.is_cuda or weight.dtype != x.dtype or not _takes(*kind):
         return False
-    return _is_time((*kind, None if bias is None else bias.dtype, row_scale is None), x, out)
+    return _is_time((*kind, None if bias is None else bias.dtype, normed), x, out)
 
 
 def _is_time(kind: tuple[Hashable, ...], x: Tensor, out: Tensor) -> bool:

@@ -80,13 +80,19 @@ def linear(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -
     if x.is_cpu and x.shape[0] and fused(x, _group(order)):
         return linear_forward(x if x.stride(1) == 1 else x.contiguous(), weight_1, weight_2, bias)
     y = x.new_empty(x.shape[0], order * weight_1.shape[1])
-    products(x, weight_1, weight_2, y)
-    if bias is not None:
-        y[:, : bias.shape[0]] += bias
+    products(x, weight_1, weight_2, y, bias)
     return y
 
 
-def products(x: Tensor, weight_1: Tensor, weight_2: Tensor, out: Tensor, *, add: bool = False) -> None:
+def products(
+    x: Tensor,
+    weight_1: Tensor,
+    weight_2: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    add: bool = False,
+) -> None:
     """Write the map of x [T, C] to out [T, F], or add it: each product straight into its place of the result."""
     if not x.shape[0]:
         return
@@ -103,12 +109,15 @@ def products(x: Tensor, weight_1: Tensor, weight_2: Tensor, out: Tensor, *, add:
         for xs, ys, w in zip(x_two, y_two, weight_2, strict=True):
             for component in range(2):
                 _multiply(xs[component], w.T, ys[component], add)
+        _add_bias(bias, out)
     elif not add and (n1, n2) == (4, 1) and hopper.launches(x, weight_1, out):
         hopper.kernels().linear(x, weight_1, weight_2, out)
+        _add_bias(bias, out)
     else:
         with side_by_side(x.device) as branch:
             with branch:
                 _multiply(x_one, weight_1.mT, y_one, add)
+                _add_bias(bias, out)
             for xs, ys, w in zip(x_two, y_two, weight_2, strict=True):
                 _multiply(xs, w.T.expand(2, -1, -1), ys, add)
 
@@ -122,19 +131,24 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
         write(a, b, out=out)
 
 
+def _add_bias(bias: Tensor | None, out: Tensor) -> None:
+    if bias is not None:
+        out[:, : bias.shape[0]] += bias
+
+
 @linear.register_fake
 def _(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight_1.shape[1] * (len(weight_1) + 4 * len(weight_2)))
 
 
 @closed_operator("octic_linear_onto", mutates_args=("y",))
-def linear_onto(y: Tensor, x: Tensor, weight_1: Tensor, weight_2: Tensor) -> None:
-    """Add the map of x [T, C] to y [T, F], without a pass of its own."""
-    products(x, weight_1, weight_2, y, add=True)
+def linear_onto(y: Tensor, x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> None:
+    """Add the map of x [T, C], and a bias of A1, to y [T, F], without a pass of its own."""
+    products(x, weight_1, weight_2, y, bias, add=True)
 
 
 @linear_onto.register_fake
-def _(y: Tensor, x: Tensor, weight_1: Tensor, weight_2: Tensor) -> None:
+def _(y: Tensor, x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> None:
     return None
 
 

@@ -11,6 +11,7 @@ from quickvit.ops import hopper
 from quickvit.ops.backend import fused, needs_grad
 from quickvit.ops.cpu.linear import mlp_forward
 from quickvit.ops.linear import products
+from quickvit.ops.norm import octic_deviation
 from quickvit.ops.operator import closed_operator, kernels
 from quickvit.ops.precision import autocast
 from quickvit.ops.rows import flat, lines
@@ -53,15 +54,18 @@ def octic_mlp(
 @closed_operator("octic_mlp_onto", mutates_args=("x",))
 def mlp_onto(
     x: Tensor,
-    row_scale: Tensor,
+    eps: float,
+    pair_weight: float,
     first_1: Tensor,
     first_2: Tensor,
     bias: Tensor | None,
     second_1: Tensor,
     second_2: Tensor,
+    second_bias: Tensor | None,
 ) -> None:
-    """Add W₂ GELU(s W₁ x + b) to x [T, C], s [T] a factor of each token; see `octic_mlp`."""
-    in_parts(x, x, (first_1, first_2), bias, (second_1, second_2), row_scale=row_scale, add=True)
+    """Add W₂ GELU(W₁ x/σ + b₁) + b₂ to x [T, C]; σ is what a norm divides a token by, see `octic_mlp`."""
+    second = (second_1, second_2)
+    in_parts(x, x, (first_1, first_2), bias, second, second_bias, norm=(eps, pair_weight), add=True)
 
 
 @closed_operator("octic_mlp")
@@ -91,23 +95,22 @@ def in_parts(
     first: tuple[Tensor, Tensor],
     bias: Tensor | None,
     second: tuple[Tensor, Tensor],
+    second_bias: Tensor | None = None,
     *,
-    row_scale: Tensor | None = None,
+    norm: tuple[float, float] | None = None,
     add: bool = False,
 ) -> None:
     """The perceptron of x written or added to y, which may be x: by way of a buffer for the hidden features of some
-    tokens. `row_scale` [T] multiplies what comes out of the first map, before the bias.
+    tokens. Before the first bias tokens are divided by what a norm with this ε and weight of E divides them by.
     """
     width = 8 * first[0].shape[1]
     parts = max(1, -(-x.shape[0] * width * x.element_size() // HIDDEN_BYTES))
     step = max(1, -(-x.shape[0] // parts))
     buffer = x.new_empty(step, width)
-    sources = x.split(step)
-    factors = [None] * len(sources) if row_scale is None else row_scale.split(step)
-    for part, out, factor in zip(sources, y.split(step), factors, strict=True):
+    for part, out in zip(x.split(step), y.split(step), strict=True):
         hidden = buffer[: len(part)]
-        activate(part, *first, bias, hidden, factor)
-        products(hidden, *second, out, add=add)
+        activate(part, *first, bias, hidden, norm)
+        products(hidden, *second, out, second_bias, add=add)
 
 
 def activate(
@@ -116,18 +119,19 @@ def activate(
     weight_2: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    row_scale: Tensor | None = None,
+    norm: tuple[float, float] | None = None,
 ) -> None:
-    """GELU(s W x + b) written to `out`, on a GPU; s is the `row_scale` or 1."""
-    if hopper.launches_gelu(x, weight_1, bias, out, row_scale):
-        hopper.gelu_kernels().linear_gelu(x, weight_1, weight_2, bias, out, row_scale)
+    """GELU(W x/σ + b) written to `out`, on a GPU; σ is what a norm with this ε and weight of E divides by, or 1."""
+    if hopper.launches_gelu(x, weight_1, bias, out, normed=norm is not None):
+        hopper.gelu_kernels().linear_gelu(x, weight_1, weight_2, bias, out, norm)
     else:
+        row_scale = None if norm is None else octic_deviation(x, *norm)
         products(x, weight_1, weight_2, out)
         kernels(x, "gelu").gelu_forward(out, bias, out, row_scale)
 
 
 @mlp_onto.register_fake
-def _(x, row_scale, first_1, first_2, bias, second_1, second_2):
+def _(x, eps, pair_weight, first_1, first_2, bias, second_1, second_2, second_bias):
     return None
 
 
@@ -148,5 +152,5 @@ def _mlp_flops(x, first_1, first_2, bias, second_1, *_, **__) -> int:
 
 
 @register_flop_formula(torch.ops.quickvit.octic_mlp_onto)
-def _mlp_onto_flops(x, row_scale, *rest, **__) -> int:
+def _mlp_onto_flops(x, eps, pair_weight, *rest, **__) -> int:
     return _mlp_flops(x, *rest)

@@ -100,29 +100,18 @@ def octic_residual_norm(
     return z.view(x.shape), y.view(x.shape) if normed is None else y
 
 
-def octic_deviation(
-    x: Tensor, eps: float, layout: Layout, bias: Tensor | None = None, *, pair_weight: float = 1.0
-) -> Tensor:
-    """1/σ [T], what a norm multiplies tokens x [T, C] by, after a bias [C/|G|] was added to A1 of x in place."""
-    _require_channels(x, layout)
-    (bias,) = lines(bias)
-    rstd: Tensor = _deviation(x, bias, eps, pair_weight, layout.group.order)
-    return rstd
-
-
-@closed_operator("octic_deviation", mutates_args=("x",))
-def _deviation(x: Tensor, bias: Tensor | None, eps: float, pair_weight: float, order: int) -> Tensor:
+@closed_operator("octic_deviation")
+def octic_deviation(x: Tensor, eps: float, pair_weight: float = 1.0, order: int = D8.order) -> Tensor:
+    """1/σ [T], what a norm multiplies tokens x [T, C] by."""
     if x.is_cuda:
-        return kernels(x, "deviation").deviation(x, bias, eps, pair_weight)
-    if bias is not None:
-        x[:, : bias.shape[0]] += bias
+        return kernels(x, "deviation").deviation(x, eps, pair_weight)
     layout = Layout(x.shape[1], DihedralGroup(order))
     dtype = torch.promote_types(x.dtype, torch.float32)
     return _reciprocal(_centre(x.to(dtype), layout), eps, layout, pair_weight)[:, 0]
 
 
-@_deviation.register_fake
-def _(x, bias, eps, pair_weight, order):
+@octic_deviation.register_fake
+def _(x, eps, pair_weight=1.0, order=D8.order):
     return x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
 
 

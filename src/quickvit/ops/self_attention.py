@@ -10,6 +10,7 @@ from quickvit.group import D8, DihedralGroup
 from quickvit.ops import hopper
 from quickvit.ops.backend import fused, needs_grad
 from quickvit.ops.linear import all_grads, products
+from quickvit.ops.norm import octic_deviation
 from quickvit.ops.operator import closed_operator
 from quickvit.ops.packing import Shapes, as_shapes, batches, pairs
 from quickvit.ops.precision import autocast
@@ -37,21 +38,23 @@ def octic_self_attention(
     heads: int,
     *,
     shapes: Shapes | None = None,
-    row_scale: Tensor | None = None,
+    norm: tuple[float, float] | None = None,
 ) -> Tensor:
-    """`octic_attention` of s W x with a bias, [B, N, C] → [B, N, C]; see `octic_linear`.
+    """`octic_attention` of W x/σ with a bias, [B, N, C] → [B, N, C]; see `octic_linear`.
 
-    s, the `row_scale` [T], is a factor of each token, 1 by default; through it there are no gradients.
+    σ is what a norm with this ε and weight of E divides a token by, through which there are no gradients, or 1.
     """
-    if row_scale is not None and needs_grad(x, weight_1, weight_2, bias, row_scale):
-        raise ValueError("with a row_scale there are no gradients; call it within torch.no_grad()")
+    if norm is not None and needs_grad(x, weight_1, weight_2, bias):
+        raise ValueError("with a norm there are no gradients; call it within torch.no_grad()")
     x, weight_1, weight_2 = autocast(x, weight_1, weight_2)
-    numbers, lengths = ([*sizes] for sizes in zip(*(shapes or (x.shape[:2],)), strict=True))
+    numbers, lengths = ([*of_all] for of_all in zip(*(shapes or (x.shape[:2],)), strict=True))
     operator = _head_attention if x.shape[-1] == 80 * heads else _self_attention
     if weight_1.dtype != x.dtype or weight_2.dtype != x.dtype:
         raise ValueError(f"expected weights in {x.dtype}, as x, got {weight_1.dtype} and {weight_2.dtype}")
     (bias,) = lines(bias)
-    out: Tensor = operator(flat(x), weight_1, weight_2, bias, heads, numbers, lengths, row_scale)[0]
+    eps, pair_weight = norm or (None, 1.0)
+    sizes = heads, numbers, lengths
+    out: Tensor = operator(flat(x), weight_1, weight_2, bias, *sizes, eps, pair_weight)[0]
     return out.unflatten(0, x.shape[:-1])
 
 
@@ -67,19 +70,21 @@ def _self_attention(
     heads: int,
     numbers: list[int],
     lengths: list[int],
-    row_scale: Tensor | None,
+    eps: float | None,
+    pair_weight: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and for the gradients q, k and v in runs and the log-sum-exp of the scores."""
     from quickvit.ops.triton.attention import attention_forward
 
     piece = x.shape[1] // (D8.order * heads)
+    row_scale = None if eps is None else octic_deviation(x, eps, pair_weight)
     qkv = hopper.kernels().linear_heads(x, weight_1, weight_2, bias, piece, row_scale)
     out, lse = attention_forward(qkv, None, heads, as_shapes(numbers, lengths), runs=True)
     return out, qkv, lse
 
 
 @_self_attention.register_fake
-def _(x, weight_1, weight_2, bias, heads, numbers, lengths, row_scale):
+def _(x, weight_1, weight_2, bias, heads, numbers, lengths, eps, pair_weight):
     tokens, channels = x.shape
     lse = x.new_empty(tokens * heads, dtype=torch.float32)
     return x.new_empty(tokens, channels), x.new_empty(tokens, 3 * channels), lse
@@ -102,7 +107,7 @@ def _(grad, qkv, out, lse, heads, numbers, lengths):
 
 
 def _self_setup(ctx, inputs, output):
-    x, weight_1, weight_2, bias, *ctx.sizes, _ = inputs
+    x, weight_1, weight_2, bias, *ctx.sizes, _, _ = inputs
     out, qkv, lse = output
     ctx.save_for_backward(x, weight_1, weight_2, out, qkv, lse)
     ctx.mark_non_differentiable(qkv, lse)
@@ -114,7 +119,7 @@ def _self_backward(ctx, grad, *_):
     x, weight_1, weight_2, out, qkv, lse = ctx.saved_tensors
     grad_qkv = _qkv_grad(grad, qkv, out, lse, *ctx.sizes)
     grads = all_grads(ctx.needs_input_grad, grad_qkv, x, weight_1, weight_2, ctx.bias_dtype)
-    return *grads, None, None, None, None
+    return *grads, None, None, None, None, None
 
 
 _self_attention.register_autograd(_self_backward, setup_context=_self_setup)
@@ -132,7 +137,8 @@ def _head_attention(
     heads: int,
     numbers: list[int],
     lengths: list[int],
-    row_scale: Tensor | None,
+    eps: float | None,
+    pair_weight: float,
 ) -> list[Tensor]:
     """The result, and what gradients need of each batch.
 
@@ -148,13 +154,13 @@ def _head_attention(
         if shape[1] <= SHORT:
             qkv = x.new_empty(tokens.stop - origin, 3 * x.shape[1])
             products(x[tokens], weight_1, weight_2, qkv)
-            if row_scale is not None:
-                qkv *= row_scale[tokens, None]
+            if eps is not None:
+                qkv *= octic_deviation(x[tokens], eps, pair_weight)[:, None]
             attention_of_batch(qkv, bias, out[tokens], heads, shape, 0)
             kept.append(qkv)
         else:
-            factors = None if row_scale is None else row_scale[tokens]
-            qkv = hopper.heads_kernels().linear_heads(x[tokens], weight_1, weight_2, bias, factors)
+            norm = None if eps is None else (eps, pair_weight)
+            qkv = hopper.heads_kernels().linear_heads(x[tokens], weight_1, weight_2, bias, norm)
             qkv = qkv.unflatten(1, shape)
             result, logs = hopper.attention_kernels().attention_forward(*qkv, pairs=True)
             to_packed([result], out, origin, pairs=True)
@@ -163,7 +169,7 @@ def _head_attention(
 
 
 @_head_attention.register_fake
-def _(x, weight_1, weight_2, bias, heads, numbers, lengths, row_scale):
+def _(x, weight_1, weight_2, bias, heads, numbers, lengths, eps, pair_weight):
     from quickvit.ops.triton.whole_head import SHORT
 
     kept = []
@@ -206,7 +212,7 @@ def _(grad, kept, bias, heads, numbers, lengths):
 
 
 def _head_setup(ctx, inputs, output):
-    x, weight_1, weight_2, bias, *ctx.sizes, _ = inputs
+    x, weight_1, weight_2, bias, *ctx.sizes, _, _ = inputs
     ctx.save_for_backward(x, weight_1, weight_2, bias, *output[1:])
     ctx.set_materialize_grads(False)
 
@@ -215,7 +221,14 @@ def _head_backward(ctx, grads):
     x, weight_1, weight_2, bias, *kept = ctx.saved_tensors
     grad_qkv = _heads_grad(grads[0], kept, bias, *ctx.sizes)
     dtype = x.dtype if bias is None else bias.dtype
-    return *all_grads(ctx.needs_input_grad, grad_qkv, x, weight_1, weight_2, dtype), None, None, None, None
+    return (
+        *all_grads(ctx.needs_input_grad, grad_qkv, x, weight_1, weight_2, dtype),
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 _head_attention.register_autograd(_head_backward, setup_context=_head_setup)

@@ -6,21 +6,12 @@ import triton.language as tl
 
 from quickvit.ops.triton.launch import multiprocessors, traced
 from quickvit.ops.triton.norm import FORWARD_TILES, norm_tile
-from quickvit.ops.triton.token_tiles import (
-    is_invariant,
-    load_invariant,
-    load_tiles,
-    normalise,
-    parts_of,
-    store,
-    token_tiles,
-)
+from quickvit.ops.triton.token_tiles import load_tiles, normalise, parts_of, token_tiles
 
 
 @triton.jit(do_not_specialize=["T"])
 def _deviation(
     x,
-    bias,
     rstd,
     T,
     EPS: tl.constexpr,
@@ -30,33 +21,17 @@ def _deviation(
     REST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """x ← x + bias e_A1, and the reciprocal standard deviation of that."""
+    """The reciprocal standard deviation of each token."""
     tiles = token_tiles(M, BLOCK, REST)
-    if bias is not None:
-        biases = load_invariant(bias, tiles)
     for index in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=STAGES):
         token = tl.cast(index, tl.int64)
-        start = token * (8 * M)
-        stream = load_tiles(x + start, tiles, 0)
-        if bias is not None:
-            before, stream = stream, ()
-            for t in tl.static_range(len(tiles)):
-                if t % 2 == 0:
-                    stream += ((before[t].to(tl.float32) + biases[t // 2]).to(x.dtype.element_ty),)
-                else:
-                    stream += (before[t],)
+        stream = load_tiles(x + token * (8 * M), tiles, 0)
         _, _, _, of_token = normalise(stream, tiles, EPS, PAIR_WEIGHT, M)
-        # After the sums all threads have read what they share.
-        if bias is not None:
-            for t in tl.static_range(0, len(tiles), 2):
-                store(x + start, tiles[t][0], stream[t], is_invariant(tiles[t]))
         tl.store(rstd + token, of_token)
 
 
-def deviation(
-    x: torch.Tensor, bias: torch.Tensor | None, eps: float, pair_weight: float = 1.0
-) -> torch.Tensor:
-    """1/σ[T] of a norm of x[T, C], which is contiguous, and to which a bias is added."""
+def deviation(x: torch.Tensor, eps: float, pair_weight: float = 1.0) -> torch.Tensor:
+    """1/σ[T] of a norm of x[T, C], which is contiguous."""
     tokens, channels = x.shape
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
     if tokens:
@@ -65,7 +40,6 @@ def deviation(
         with torch.cuda.device_of(x):
             traced(_deviation)[(min(tokens, per_multiprocessor * multiprocessors(x.device)),)](
                 x,
-                bias,
                 rstd,
                 tokens,
                 EPS=eps,

@@ -1,11 +1,11 @@
 """A linear map from 1024 or 1280 channels and GELU in one kernel, on NVIDIA's Hopper.
 
-    y = Qᵀ GELU(Q (s W x + b e_A1))        s a factor of each token, or 1
+    y = Qᵀ GELU(Q (s W x + b e_A1))        s = 1, or what a norm multiplies a token by
 
 GELU mixes entry i of each of the eight blocks of a hidden feature, so a tile of the result is the same 32 columns of
 all of them, see `streamed.py`. Four warps multiply and leave a tile in shared memory, sixteen others apply GELU and
 store the result while the products of the next one go on. Two more warps load. GELU's arithmetic takes as long as the
-products, which is why it has warps of its own.
+products, which is why it has warps of its own; they also find what a norm multiplies tokens by.
 """
 
 import math
@@ -21,6 +21,7 @@ from quickvit.ops.triton.gelu import gelu_of, to_isotypic, to_regular
 from quickvit.ops.triton.launch import multiprocessors, shared_memory
 from quickvit.ops.triton.streamed import (
     copies_of,
+    deviations,
     load_part,
     load_tokens,
     new_tokens,
@@ -158,8 +159,18 @@ def _gelu_of_octet(values, FAST: gl.constexpr):
 
 
 @gluon.jit
-def _activate(y, row_scale, bias, box, tokens, tiles, F: gl.constexpr):
-    """GELU of one tile after the other, some rows after the others, stored to y, which has so many `tokens`."""
+def _activate(
+    y,
+    bias,
+    tokens,
+    box,
+    count,
+    tiles,
+    EPS: gl.constexpr,
+    PAIR_WEIGHT: gl.constexpr,
+    F: gl.constexpr,
+):
+    """GELU of one tile after the other, some rows after the others, stored to y, which has so many tokens."""
     TILES: gl.constexpr = F // COLUMNS
     FAST: gl.constexpr = y.dtype.element_ty == gl.bfloat16
     blocks, full, empty = box
@@ -172,36 +183,59 @@ def _activate(y, row_scale, bias, box, tokens, tiles, F: gl.constexpr):
         chunks += (view_as(memory, memory.dtype, [ROWS // CHUNK, CHUNK, COLUMNS], memory.layout),)
     first, last = share(tiles)
     phase = 0
+    one = gl.full((CHUNK,), 1.0, gl.float32, layout=gl.SliceLayout(1, layout))
+    factors = (one, one, 0)
     for tile in range(first, last):
+        if EPS is not None:
+            begins = (tile == first) | (tile % TILES == 0)
+            factors = _factors(tokens, begins, factors, EPS, PAIR_WEIGHT, gl.SliceLayout(1, layout))
         row = tile // TILES * ROWS
         column = tile % TILES * COLUMNS
         shift = gl.zeros((COLUMNS,), gl.float32, layout=gl.SliceLayout(0, layout))
         if bias is not None:
             shift += gl.load(bias + column + lane).to(gl.float32)
         place = y + (row + line).to(gl.int64)[:, None] * (BLOCKS * F) + (column + lane)[None, :]
-        if row_scale is not None:
-            factor = gl.load(row_scale + row + line, mask=row + line < tokens, other=0.0)
         mbarrier.wait(full, phase)
         for chunk in range(ROWS // CHUNK):
+            if EPS is not None:
+                factor = gl.where(chunk == 0, factors[0], factors[1])
             values = ()
             for block in gl.static_range(BLOCKS):
                 value = chunks[block].index(chunk).load(layout).to(gl.float32)
-                if row_scale is not None:
+                if EPS is not None:
                     value *= factor[:, None]
                 if block == 0:
                     value += shift[None, :]
                 values += (value,)
-            if row_scale is not None:
-                # Those of the next rows come while this is computed.
-                token = row + (chunk + 1) * CHUNK + line
-                factor = gl.load(row_scale + token, mask=token < tokens, other=0.0)
             results = _gelu_of_octet(values, FAST)
-            inside = (row + chunk * CHUNK + line < tokens)[:, None]
+            inside = (row + chunk * CHUNK + line < count)[:, None]
             for block in gl.static_range(BLOCKS):
                 gl.store(place + block * F, results[block].to(y.dtype.element_ty), mask=inside)
             place += CHUNK * BLOCKS * F
         mbarrier.arrive(empty, count=1)
         phase ^= 1
+
+
+@gluon.jit
+def _factors(tokens, begins, before, EPS: gl.constexpr, PAIR_WEIGHT: gl.constexpr, LAYOUT: gl.constexpr):
+    """What a norm multiplies the first rows of a block of tokens by, and the others, and the phase of the next block.
+
+    They are those from before until another block begins.
+    """
+    x, full, empty = tokens
+    upper, lower, phase = before
+    if begins:
+        # A warp reads four tokens at a time, and what is split has to be in one thread.
+        reader: gl.constexpr = gl.BlockedLayout([1, x.shape[2] // 8], [4, 8], [WARPS, 1], [1, 0])
+        both: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
+        mbarrier.wait(full, phase)
+        rstd = deviations(x, EPS, PAIR_WEIGHT, reader)
+        mbarrier.arrive(empty, count=1)
+        one, other = gl.split(gl.convert_layout(rstd.reshape([2, CHUNK]).permute([1, 0]), both))
+        upper = gl.convert_layout(one, LAYOUT)
+        lower = gl.convert_layout(other, LAYOUT)
+        phase ^= 1
+    return upper, lower, phase
 
 
 @gluon.jit
@@ -220,15 +254,27 @@ def _allocate_box(dtype: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["count", "tiles"])
-def _linear_gelu(x, one, two, row_scale, bias, y, count, tiles, F: gl.constexpr, M: gl.constexpr):
-    """y of x, which have so many tokens; F and M are eighths of their widths."""
-    tokens = new_tokens(x, BLOCKS * M, 1)
+def _linear_gelu(
+    x,
+    one,
+    two,
+    bias,
+    y,
+    count,
+    tiles,
+    EPS: gl.constexpr,
+    PAIR_WEIGHT: gl.constexpr,
+    F: gl.constexpr,
+    M: gl.constexpr,
+):
+    """y of x, which have so many tokens; F and M are eighths of their widths. EPS is None where there is no norm."""
+    tokens = new_tokens(x, BLOCKS * M, 1 if EPS is None else 2)
     weights = new_weights(x.dtype, COLUMNS, x.block_type.shape[1], STAGES)
     box = _allocate_box(x.dtype)
     gl.warp_specialize(
         [
             (_multiply, (tokens, weights, box, tiles, F, M)),
-            (_activate, (y, row_scale, bias, box, count, tiles, F)),
+            (_activate, (y, bias, tokens, box, count, tiles, EPS, PAIR_WEIGHT, F)),
             (_load_weights, (one, two, weights, tiles, F, M)),
             (load_tokens, (x, tokens, tiles, F // COLUMNS)),
         ],
@@ -252,27 +298,29 @@ def linear_gelu(
     two: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    row_scale: torch.Tensor | None = None,
+    norm: tuple[float, float] | None = None,
 ) -> None:
-    """GELU(W x + b) of x[T, C] written to out[T, 8F], which is contiguous; one[4, F, C/8], two[1, 2F, C/4].
+    """GELU(s W x + b) of x[T, C] written to out[T, 8F], which is contiguous; one[4, F, C/8], two[1, 2F, C/4].
 
-    row_scale[T], in float32, is what tokens are multiplied by before.
+    s is what a norm with this ε and weight of E multiplies a token by, or 1.
     """
     if not len(x):
         return
     channels = x.shape[1]
     f, step = out.shape[1] // 8, STEPS[channels]
     tiles = -(-len(x) // 64) * (f // 32)
+    eps, pair_weight = norm or (None, 1.0)
     with torch.cuda.device_of(x):
         _linear_gelu[(min(tiles, multiprocessors(x.device)),)](
             in_boxes(x, (64, step)),
             in_boxes(one.flatten(0, 1), (32, step)),
             in_boxes(two.flatten(0, 1), (32, step)),
-            row_scale,
             bias,
             out,
             len(x),
             tiles,
+            EPS=eps,
+            PAIR_WEIGHT=pair_weight,
             F=f,
             M=channels // 8,
             num_warps=4,

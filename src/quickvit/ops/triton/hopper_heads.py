@@ -12,10 +12,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from quickvit.ops.triton.boxes import accumulators, factors, in_boxes
+from quickvit.ops.triton.boxes import accumulators, in_boxes
 from quickvit.ops.triton.launch import multiprocessors, shared_memory
 from quickvit.ops.triton.streamed import (
     copies_of,
+    deviations,
     load_part,
     load_tokens,
     new_tokens,
@@ -64,7 +65,18 @@ def _load_weights(one, two, weights, tiles):
 
 
 @gluon.jit
-def _multiply(out, row_scale, bias, tokens, weights, following, count, tiles, GROUP: gl.constexpr):
+def _multiply(
+    out,
+    bias,
+    tokens,
+    weights,
+    following,
+    count,
+    tiles,
+    EPS: gl.constexpr,
+    PAIR_WEIGHT: gl.constexpr,
+    GROUP: gl.constexpr,
+):
     """Every other tile."""
     x, tokens_full, tokens_empty = tokens
     _, _, empty = weights
@@ -72,11 +84,12 @@ def _multiply(out, row_scale, bias, tokens, weights, following, count, tiles, GR
     first, last = share(tiles)
     phase = 0
     for block in range(first // TILES, (last + TILES - 1) // TILES):
-        # Of products of one irrep, and of both copies of another, which lie in threads in two ways.
-        if row_scale is not None:
-            factor = factors(row_scale, block * ROWS, count, accumulators(COLUMNS))
-            of_two = factors(row_scale, block * ROWS, count, accumulators(2 * COLUMNS))
         mbarrier.wait(tokens_full, phase)
+        if EPS is not None:
+            rstd = deviations(x, EPS, PAIR_WEIGHT, gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+            # Of products of one irrep, and of both copies of another, which lie in threads in two ways.
+            factor = gl.convert_layout(rstd, gl.SliceLayout(1, accumulators(COLUMNS)))[:, None]
+            of_two = gl.convert_layout(rstd, gl.SliceLayout(1, accumulators(2 * COLUMNS)))[:, None]
         begin = max(first, block * TILES)
         for tile in range(begin + (begin - first + GROUP) % 2, min(last, (block + 1) * TILES), 2):
             turn = (tile - first) * (2 * PIECES)
@@ -89,7 +102,7 @@ def _multiply(out, row_scale, bias, tokens, weights, following, count, tiles, GR
             mbarrier.arrive(empty.index((turn + 2 * PIECES - 1) % STAGES), count=1)
             feature = tile % TILES // PAIRS
             pair = tile % PAIRS
-            if row_scale is not None:
+            if EPS is not None:
                 a1, a2, b1, b2 = a1 * factor, a2 * factor, b1 * factor, b2 * factor
                 e1, e2 = e1 * of_two, e2 * of_two
             if bias is not None:
@@ -131,8 +144,8 @@ def _put(out, a1, a2, b1, b2, e1, e2, rows):
 
 
 @gluon.jit(do_not_specialize=["count", "tiles"])
-def _linear_heads(x, one, two, row_scale, bias, out, count, tiles):
-    """q, k and v of so many tokens."""
+def _linear_heads(x, one, two, bias, out, count, tiles, EPS: gl.constexpr, PAIR_WEIGHT: gl.constexpr):
+    """q, k and v of so many tokens. EPS is None where there is no norm."""
     tokens = new_tokens(x, CHANNELS, 2)
     weights = new_weights(x.dtype, COLUMNS, STEP, STAGES)
     following = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -140,8 +153,8 @@ def _linear_heads(x, one, two, row_scale, bias, out, count, tiles):
         mbarrier.init(following.index(group), count=1)
     gl.warp_specialize(
         [
-            (_multiply, (out, row_scale, bias, tokens, weights, following, count, tiles, 0)),
-            (_multiply, (out, row_scale, bias, tokens, weights, following, count, tiles, 1)),
+            (_multiply, (out, bias, tokens, weights, following, count, tiles, EPS, PAIR_WEIGHT, 0)),
+            (_multiply, (out, bias, tokens, weights, following, count, tiles, EPS, PAIR_WEIGHT, 1)),
             (_load_weights, (one, two, weights, tiles)),
             (load_tokens, (x, tokens, tiles, TILES)),
         ],
@@ -164,26 +177,28 @@ def linear_heads(
     one: torch.Tensor,
     two: torch.Tensor,
     bias: torch.Tensor | None,
-    row_scale: torch.Tensor | None = None,
+    norm: tuple[float, float] | None = None,
 ) -> torch.Tensor:
     """q, k and v of x[T, C] in pairs, [3, T, H, D], with the bias of A1; one[4, 3C/8, C/8], two[1, 3C/4, C/4].
 
-    row_scale[T], in float32, is what tokens are multiplied by before the bias.
+    Before the bias tokens are multiplied by what a norm with this ε and weight of E multiplies them by, or by 1.
     """
     count, channels = x.shape
     out = torch.empty((3, count, HEADS.value, channels // HEADS.value), dtype=x.dtype, device=x.device)
     tiles = -(-count // 64) * TILES.value
+    eps, pair_weight = norm or (None, 1.0)
     if tiles:
         with torch.cuda.device_of(x):
             _linear_heads[(min(tiles, multiprocessors(x.device)),)](
                 in_boxes(x, (64, STEP.value)),
                 in_boxes(one.reshape(-1, _C.value, one.shape[2]), (16, 2, STEP.value)),
                 in_boxes(two.reshape(-1, 2 * _C.value, two.shape[2]), (16, 2, STEP.value)),
-                row_scale,
                 bias,
                 out,
                 count,
                 tiles,
+                EPS=eps,
+                PAIR_WEIGHT=pair_weight,
                 num_warps=4,
                 # What is left of a multiprocessor's registers for 12 warps.
                 maxnreg=168,

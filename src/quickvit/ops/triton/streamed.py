@@ -68,6 +68,32 @@ def load_tokens(x, tokens, tiles, TILES: gl.constexpr):
 
 
 @gluon.jit
+def deviations(x, EPS: gl.constexpr, PAIR_WEIGHT: gl.constexpr, LAYOUT: gl.constexpr):
+    """What a norm multiplies tokens by: 1/σ around the means of their blocks. LAYOUT says who reads what."""
+    PIECES: gl.constexpr = x.shape[0] // 8
+    STEP: gl.constexpr = x.shape[2]
+    variance = gl.zeros((_ROWS,), gl.float32, layout=gl.SliceLayout(1, LAYOUT))
+    # A1 A2 B1 B2, and the components of E, which have two copies. In a loop: unrolled it would be half of the kernel.
+    for irrep in range(6):
+        copies = 1 + irrep // 4
+        first = PIECES * (irrep + irrep // 5)
+        values = gl.zeros((_ROWS, STEP), gl.float32, layout=LAYOUT)
+        squares = values
+        for piece in range(first, first + copies * PIECES):
+            value = x.index(piece).load(LAYOUT).to(gl.float32)
+            values = values + value
+            squares = gl.fma(value, value, squares)
+        total = gl.sum(values, axis=1)
+        around = gl.sum(squares, axis=1) - total * total * gl.where(
+            copies == 1, 1 / (PIECES * STEP), 1 / (2 * PIECES * STEP)
+        )
+        # Of equal entries rounding may leave less than nothing; what is no number stays none.
+        variance += gl.where(around < 0.0, 0.0, around) * gl.where(copies == 1, 1.0, PAIR_WEIGHT)
+    rstd = gl.rsqrt(variance * (1 / (8 * PIECES * STEP)) + EPS)
+    return gl.where(variance < float("inf"), rstd, float("nan"))
+
+
+@gluon.jit
 def load_part(boxes, corner, weights, turn, PART: gl.constexpr):
     """One of the four boxes of a turn."""
     ring, full, empty = weights
