@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from quickvit import QuickVisionTransformer
 from quickvit.layers import OcticBlock
-from quickvit.ops import plain
+from quickvit.ops import hopper, plain
 from quickvit.testing import randomize
 from quickvit.train.compiling import compile_module
 
@@ -19,6 +19,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 DEVICE = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def few_are_many(monkeypatch):
+    """Kernels that are for many images run with these few."""
+    monkeypatch.setattr(hopper, "MANY_ENTRIES", 0)
 
 
 def relative(actual, reference):
