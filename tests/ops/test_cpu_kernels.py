@@ -375,7 +375,6 @@ def test_operators_are_registered_soundly(monkeypatch):
     weights = draw(4, 3, 2), draw(1, 6, 4), draw(3), draw(4, 2, 3), draw(1, 4, 6)
     opcheck(ops.octic_mlp.default, (x.detach(), *weights))
     opcheck(ops.octic_mlp_.default, (x.detach(), *weights))
-    opcheck(ops.octic_deviation.default, (x.detach(), *rest[:2], 8))
     square = draw(4, 2, 2), draw(1, 4, 4)
     for of_sum in (None, bias.detach()):
         opcheck(ops.octic_mlp_onto.default, (x.detach(), *rest[:2], *weights, of_sum))

@@ -10,7 +10,7 @@ from gluon_on_cpu import OnCpu
 from quickvit.ops import hopper, mlp
 from quickvit.ops.gelu import definition as gelu
 from quickvit.ops.linear import definition as linear
-from quickvit.ops.norm import octic_deviation
+from quickvit.ops.norm import deviation
 from quickvit.ops.triton import hopper_gelu
 
 # Of lanes past the end, whose results nobody uses.
@@ -47,7 +47,7 @@ def test_it_is_the_linear_map_and_gelu(tokens, channels, width, biased, norm, dt
     x = x if norm is None else 2 * x + 1
     hopper_gelu.linear_gelu(x, *weights, bias, y[:tokens], norm)
     products = linear(x.float(), *(w.float() for w in weights)).to(dtype).float()
-    products = products if norm is None else octic_deviation(x, *norm)[:, None] * products
+    products = products if norm is None else deviation(x, *norm)[:, None] * products
     tolerance = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(y[:tokens].float(), gelu(products, bias), rtol=tolerance, atol=tolerance)
     assert y[tokens].isnan().all()
@@ -75,7 +75,7 @@ def test_the_perceptron_is_made_of_it(monkeypatch):
     monkeypatch.setattr(mlp, "HIDDEN_BYTES", 2**15)
     stream, norm, second_bias = x.clone(), (0.1, 0.25), torch.randn(160).to(x.dtype)
     mlp.mlp_onto(stream, *norm, *up, bias, *down, second_bias)
-    total = x + expected(octic_deviation(x, *norm)[:, None])
+    total = x + expected(deviation(x, *norm)[:, None])
     total[:, :160] += second_bias
     torch.testing.assert_close(stream.double(), total, rtol=3e-2, atol=3e-2)
 

@@ -8,7 +8,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="needs Glu
 from gluon_on_cpu import OnCpu
 
 from quickvit.ops.linear import definition
-from quickvit.ops.norm import octic_deviation
+from quickvit.ops.norm import deviation
 from quickvit.ops.triton import hopper_heads
 from quickvit.ops.triton.heads import to_heads
 
@@ -35,7 +35,7 @@ def test_it_is_the_linear_map_and_a_copy_into_heads(tokens, programs, biased, no
     x = x if norm is None else 2 * x + 1
     found = hopper_heads.linear_heads(x, *weights, bias, norm)
     products = definition(x.float(), *(weight.float() for weight in weights))
-    products = products if norm is None else octic_deviation(x, *norm)[:, None] * products
+    products = products if norm is None else deviation(x, *norm)[:, None] * products
     expected = to_heads(products, 16, 3, bias, (tokens, 1), 0, pairs=True)
     tolerance = torch.finfo(dtype).eps
     for ours, exact in zip(found, expected, strict=True):

@@ -17,7 +17,6 @@ from quickvit.ops import octic_attention, octic_linear
 from quickvit.ops.backend import fused, needs_grad
 from quickvit.ops.linear import linear_onto
 from quickvit.ops.mlp import mlp_onto
-from quickvit.ops.norm import octic_deviation
 from quickvit.ops.packing import Shapes
 from quickvit.ops.precision import product_dtype
 from quickvit.ops.rows import flat
@@ -98,14 +97,14 @@ class OcticFoldedBlock(OcticBlock):
         return (x, OWNED) if defer else x
 
     def _heads(self, x: Tensor, shapes: Shapes | None) -> Tensor:
-        attn, norm = self.attn, (self.norm1.eps, self.norm1.pair_weight)
-        qkv, group = attn.qkv, self.layout.group
-        if takes_self_attention(x, attn.num_heads, group, shapes):
-            heads = octic_self_attention(x, *qkv.weights, qkv.bias, attn.num_heads, shapes=shapes, norm=norm)
+        attn, qkv, norm = self.attn, self.attn.qkv, self.norm1
+        if takes_self_attention(x, attn.num_heads, self.layout.group, shapes):
+            number = norm.eps, norm.pair_weight
+            heads = octic_self_attention(
+                x, *qkv.weights, qkv.bias, attn.num_heads, shapes=shapes, norm=number
+            )
         else:
-            rstd = octic_deviation(flat(x), *norm)
-            y = (x * rstd.view(*x.shape[:-1], 1)).to(x.dtype)
-            packed = octic_linear(y, *qkv.weights)
+            packed = octic_linear(norm(x), *qkv.weights)
             heads = octic_attention(
                 packed, attn.num_heads, attn.qkv_layout, qkv.bias, shapes=shapes, overwrite=True
             )

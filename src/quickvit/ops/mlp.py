@@ -11,7 +11,7 @@ from quickvit.ops import hopper
 from quickvit.ops.backend import fused, needs_grad
 from quickvit.ops.cpu.linear import mlp_forward
 from quickvit.ops.linear import products
-from quickvit.ops.norm import octic_deviation
+from quickvit.ops.norm import deviation
 from quickvit.ops.operator import closed_operator, kernels
 from quickvit.ops.precision import autocast
 from quickvit.ops.rows import flat, lines
@@ -125,7 +125,7 @@ def activate(
     if hopper.launches_gelu(x, weight_1, bias, out, normed=norm is not None):
         hopper.gelu_kernels().linear_gelu(x, weight_1, weight_2, bias, out, norm)
     else:
-        row_scale = None if norm is None else octic_deviation(x, *norm)
+        row_scale = None if norm is None else deviation(x, *norm)
         products(x, weight_1, weight_2, out)
         kernels(x, "gelu").gelu_forward(out, bias, out, row_scale)
 

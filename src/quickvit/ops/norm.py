@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quickvit.group import D8, DihedralGroup, Layout
+from quickvit.group import D8, Layout
 from quickvit.ops.backend import fused, needs_grad
-from quickvit.ops.operator import closed_operator, fused_operator, kernels, seen, straight, written
+from quickvit.ops.operator import fused_operator, kernels, seen, straight, written
 from quickvit.ops.precision import product_dtype
 from quickvit.ops.rows import Rows, flat, lines
 
@@ -100,19 +100,14 @@ def octic_residual_norm(
     return z.view(x.shape), y.view(x.shape) if normed is None else y
 
 
-@closed_operator("octic_deviation")
-def octic_deviation(x: Tensor, eps: float, pair_weight: float = 1.0, order: int = D8.order) -> Tensor:
-    """1/σ [T], what a norm multiplies tokens x [T, C] by."""
+def deviation(x: Tensor, eps: float, pair_weight: float) -> Tensor:
+    """1/σ [T], what a norm multiplies tokens x [T, C] by; for operators that PyTorch does not look into."""
     if x.is_cuda:
-        return kernels(x, "deviation").deviation(x, eps, pair_weight)
-    layout = Layout(x.shape[1], DihedralGroup(order))
+        rstd: Tensor = kernels(x, "deviation").deviation(x.contiguous(), eps, pair_weight)
+        return rstd
+    layout = Layout(x.shape[1])
     dtype = torch.promote_types(x.dtype, torch.float32)
     return _reciprocal(_centre(x.to(dtype), layout), eps, layout, pair_weight)[:, 0]
-
-
-@octic_deviation.register_fake
-def _(x, eps, pair_weight=1.0, order=D8.order):
-    return x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _may_write(x: Tensor, branch: Tensor, *parameters: Tensor | None) -> bool:

@@ -10,7 +10,7 @@ from quickvit.group import D8, DihedralGroup
 from quickvit.ops import hopper
 from quickvit.ops.backend import fused, needs_grad
 from quickvit.ops.linear import all_grads, products
-from quickvit.ops.norm import octic_deviation
+from quickvit.ops.norm import deviation
 from quickvit.ops.operator import closed_operator
 from quickvit.ops.packing import Shapes, as_shapes, batches, pairs
 from quickvit.ops.precision import autocast
@@ -77,7 +77,7 @@ def _self_attention(
     from quickvit.ops.triton.attention import attention_forward
 
     piece = x.shape[1] // (D8.order * heads)
-    row_scale = None if eps is None else octic_deviation(x, eps, pair_weight)
+    row_scale = None if eps is None else deviation(x, eps, pair_weight)
     qkv = hopper.kernels().linear_heads(x, weight_1, weight_2, bias, piece, row_scale)
     out, lse = attention_forward(qkv, None, heads, as_shapes(numbers, lengths), runs=True)
     return out, qkv, lse
@@ -155,7 +155,7 @@ def _head_attention(
             qkv = x.new_empty(tokens.stop - origin, 3 * x.shape[1])
             products(x[tokens], weight_1, weight_2, qkv)
             if eps is not None:
-                qkv *= octic_deviation(x[tokens], eps, pair_weight)[:, None]
+                qkv *= deviation(x[tokens], eps, pair_weight)[:, None]
             attention_of_batch(qkv, bias, out[tokens], heads, shape, 0)
             kept.append(qkv)
         else:
