@@ -22,6 +22,7 @@ from quickvit.ops import gelu, mlp, octic_linear
 from quickvit.ops.linear import linear_onto
 from quickvit.ops.mlp import mlp_onto
 from quickvit.testing import assert_equivariant, assert_invariant, randomize
+from quickvit.train.compiling import compile_module
 
 OPTIONS = [{}, {"init_values": None}, {"qkv_bias": False}, {"released_norm": True}]
 D8_FAMILIES = [name for name, family in FAMILIES.items() if family.group == D8]
@@ -256,6 +257,16 @@ def test_compiled_code_has_one_stream(in_place):
     streams = re.findall(r"octic_(?:linear|mlp)_onto\.default\((.*?buf\d+)", code)
     assert len(streams) == 8
     assert len(set(streams)) == 1
+
+
+def test_blocks_may_be_compiled_one_by_one(in_place):
+    """Each then writes to what the one before has handed over."""
+    model = tiny("d8").eval()
+    folded, x = reparameterize_model(model), images(model, dtype=torch.float32)
+    compile_module(folded, "blocks", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(folded(x), model(x), rtol=1e-4, atol=1e-4)
 
 
 def test_flops_are_those_of_the_layers():
