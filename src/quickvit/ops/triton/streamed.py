@@ -73,7 +73,7 @@ def deviations(x, EPS: gl.constexpr, PAIR_WEIGHT: gl.constexpr, LAYOUT: gl.const
     PIECES: gl.constexpr = x.shape[0] // 8
     STEP: gl.constexpr = x.shape[2]
     variance = gl.zeros((_ROWS,), gl.float32, layout=gl.SliceLayout(1, LAYOUT))
-    # A1 A2 B1 B2, and the components of E, which have two copies. In a loop: unrolled it would be half of the kernel.
+    # A1 A2 B1 B2, and the components of E, which have two copies. In a loop: unrolled it would be most of the kernel.
     for irrep in range(6):
         copies = 1 + irrep // 4
         first = PIECES * (irrep + irrep // 5)
