@@ -135,15 +135,17 @@ def hopper(limit):
     from quickvit.ops.triton import hopper_gelu as with_gelu
     from quickvit.ops.triton import hopper_gradient as of_heads_grad
     from quickvit.ops.triton import hopper_heads as to_heads
+    from quickvit.ops.triton import hopper_plane_gelu as planes
 
     triton.runtime.driver.set_active(Driver())
     kernels._octic_linear = Compiler(kernels._octic_linear)
     with_gelu._linear_gelu = Compiler(with_gelu._linear_gelu)
+    planes._plane_gelu = Compiler(planes._plane_gelu)
     to_heads._linear_heads = Compiler(to_heads._linear_heads)
     of_heads._attention = Compiler(of_heads._attention)
     of_heads_grad._attention_gradient = Compiler(of_heads_grad._attention_gradient)
     kernels.shared_memory = of_heads.shared_memory = lambda device: limit
-    for module in (kernels, with_gelu, to_heads, of_heads):
+    for module in (kernels, with_gelu, planes, to_heads, of_heads):
         module.multiprocessors = lambda device: 132
     LAUNCHES.clear()
     for width in (768, 1024):
@@ -165,6 +167,12 @@ def hopper(limit):
             with_gelu.linear_gelu(x, one, two, torch.empty(width // 2), y)
             with_gelu.linear_gelu(x, one, two, None, y)
             with_gelu.linear_gelu(x, one, two, torch.empty(width // 2), y, (1e-6, 1.0))
+    for width, hidden in ((1664, 8192), (1792, 15360)):
+        for dtype in (torch.bfloat16, torch.float16):
+            x, y = torch.empty(1, width, dtype=dtype), torch.empty(1, hidden, dtype=dtype)
+            two = torch.empty(1, hidden // 4, width // 4, dtype=dtype)
+            planes.plane_gelu(x, two, torch.empty(hidden // 8), y)
+            planes.plane_gelu(x, two, None, y, torch.empty(1))
     for dtype in (torch.bfloat16, torch.float16):
         x, one, two = (torch.empty(shape, dtype=dtype) for shape in ((1, 1280), (4, 480, 160), (1, 960, 320)))
         to_heads.linear_heads(x, one, two, torch.empty(480))

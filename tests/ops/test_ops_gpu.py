@@ -263,6 +263,35 @@ def test_hopper_has_one_kernel_for_the_linear_map_and_gelu(tokens, dtype, channe
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("tokens", [1, 64, 197, 1023, 16448])
+@pytest.mark.parametrize(("channels", "width"), [(1664, 8192), (1792, 15360)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("normed", [None, (1e-6, 1.0)])
+def test_hopper_has_a_kernel_for_gelu_and_the_products_of_planes(
+    tokens, channels, width, dtype, normed, monkeypatch
+):
+    torch.manual_seed(0)
+
+    def randn(*shape):
+        return (torch.randn(*shape, device=DEVICE) / 128**0.5).to(dtype)
+
+    m, f = channels // 8, width // 8
+    x, weights, bias = 10 * randn(tokens, channels), (randn(4, f, m), randn(1, 2 * f, 2 * m)), randn(f)
+    together, apart = (x.new_full((tokens, width), float("nan")) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper, "_launched", set())
+        mlp.activate(x, *weights, bias, together, normed)
+        assert len(hopper._launched) == 1
+        patch.setattr(hopper, "_takes", lambda *_: False)
+        mlp.activate(x, *weights, bias, apart, normed)
+    products = linear.definition(x.double(), *(w.double() for w in weights))
+    if normed is not None:
+        products = norm.deviation(x, *normed).double()[:, None] * products
+    exact = gelu.definition(products, bias.double())
+    assert relative(together, exact) < 1.2 * relative(apart, exact)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
 def test_graphs_have_hoppers_kernel_and_few_tokens_without_graphs_do_not(monkeypatch):
     launched, launch = [], hopper.kernels().linear
     monkeypatch.setattr(hopper, "_launched", set())

@@ -73,10 +73,19 @@ def launches(x: Tensor, weight: Tensor, out: Tensor) -> bool:
 
 
 def launches_gelu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, normed: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    normed: bool = False,
+    planes: bool = False,
 ) -> bool:
-    """Whether a kernel should write GELU of a map of x to `out`; if not, kernels one after the other."""
-    kind = "hopper_gelu", x.device, x.dtype, x.shape[1], out.shape[1]
+    """Whether a kernel should write GELU of a map of x to `out`; if not, kernels one after the other.
+
+    Of `planes`: whether it should when `out` holds the products of A1 A2 B1 B2.
+    """
+    kind = "hopper_plane_gelu" if planes else "hopper_gelu", x.device, x.dtype, x.shape[1], out.shape[1]
     if not x.is_cuda or weight.dtype != x.dtype or not _takes(*kind):
         return False
     return _is_time((*kind, None if bias is None else bias.dtype, normed), x, out)
@@ -104,6 +113,11 @@ def kernels() -> ModuleType:
 def gelu_kernels() -> ModuleType:
     """The kernel for a linear map and GELU."""
     return _module("hopper_gelu")
+
+
+def plane_gelu_kernels() -> ModuleType:
+    """The kernel for GELU and the products of E before it."""
+    return _module("hopper_plane_gelu")
 
 
 def attention_kernels() -> ModuleType:

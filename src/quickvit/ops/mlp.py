@@ -10,7 +10,7 @@ from quickvit.group import DihedralGroup
 from quickvit.ops import hopper
 from quickvit.ops.backend import fused, needs_grad
 from quickvit.ops.cpu.linear import mlp_forward
-from quickvit.ops.linear import products
+from quickvit.ops.linear import line_products, products
 from quickvit.ops.norm import deviation
 from quickvit.ops.operator import closed_operator, kernels
 from quickvit.ops.precision import autocast
@@ -122,10 +122,15 @@ def activate(
     norm: tuple[float, float] | None = None,
 ) -> None:
     """GELU(W x/σ + b) written to `out`, on a GPU; σ is what a norm with this ε and weight of E divides by, or 1."""
-    if hopper.launches_gelu(x, weight_1, bias, out, normed=norm is not None):
+    normed = norm is not None
+    if hopper.launches_gelu(x, weight_1, bias, out, normed=normed):
         hopper.gelu_kernels().linear_gelu(x, weight_1, weight_2, bias, out, norm)
+        return
+    row_scale = None if norm is None else deviation(x, *norm)
+    if hopper.launches_gelu(x, weight_1, bias, out, normed=normed, planes=True):
+        line_products(x, weight_1, out)
+        hopper.plane_gelu_kernels().plane_gelu(x, weight_2, bias, out, row_scale)
     else:
-        row_scale = None if norm is None else deviation(x, *norm)
         products(x, weight_1, weight_2, out)
         kernels(x, "gelu").gelu_forward(out, bias, out, row_scale)
 
