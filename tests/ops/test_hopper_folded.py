@@ -56,11 +56,13 @@ def launched(monkeypatch):
     ):
         watch(module, name)
     monkeypatch.setattr(folded, "_has_kernels", lambda x, group: True)
-    monkeypatch.setattr(folded, "takes_self_attention", lambda x, *_: x.shape[-1] in (1024, 1280))
+    monkeypatch.setattr(folded, "takes_self_attention", lambda x, *_, **__: x.shape[-1] in (1024, 1280))
     monkeypatch.setattr(
         switch,
-        "launches_gelu",
-        lambda x, *_, planes=False, **__: x.shape[-1] in ((384,) if planes else (1024, 1280)),
+        "gelu_kernel",
+        lambda x, *_, **__: {384: "hopper_plane_gelu", 1024: "hopper_gelu", 1280: "hopper_gelu"}.get(
+            x.shape[-1]
+        ),
     )
     monkeypatch.setattr(mlp, "kernels", lambda x, name: gelu)
     for module in (mlp, self_attention):

@@ -122,12 +122,14 @@ def activate(
     norm: tuple[float, float] | None = None,
 ) -> None:
     """GELU(W x/σ + b) written to `out`, on a GPU; σ is what a norm with this ε and weight of E divides by, or 1."""
-    normed = norm is not None
-    if hopper.launches_gelu(x, weight_1, bias, out, normed=normed):
+    kernel = hopper.gelu_kernel(x, weight_1, bias, out, normed=norm is not None)
+    if kernel == "hopper_gelu":
         hopper.gelu_kernels().linear_gelu(x, weight_1, weight_2, bias, out, norm)
         return
     row_scale = None if norm is None else deviation(x, *norm)
-    if hopper.launches_gelu(x, weight_1, bias, out, normed=normed, planes=True):
+    if kernel == "panel":
+        hopper.panel_kernels().linear_gelu(x, weight_1, weight_2, bias, out, row_scale)
+    elif kernel == "hopper_plane_gelu":
         line_products(x, weight_1, out)
         hopper.plane_gelu_kernels().plane_gelu(x, weight_2, bias, out, row_scale)
     else:

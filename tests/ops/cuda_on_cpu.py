@@ -1,0 +1,95 @@
+"""Kernels in CUDA run on a CPU: `cuda_on_cpu.h` stands for the hardware, a C++ compiler for NVIDIA's."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+from quickvit.ops.cuda import library, panel
+
+HERE = Path(__file__).parent
+# What a program may have on Hopper.
+SHARED = 232448
+COMPILER = shutil.which("c++") or shutil.which("g++")
+
+ENTRY = """
+extern "C" const char *on_cpu(
+    int grid, int threads, int bytes, unsigned seed, const Boxes *boxes, const void *bias, const float *factors,
+    u16 *y, int tokens, int blocks, int tiles) {
+    Maps maps;
+    memcpy(&maps, boxes, sizeof maps);
+    return run(grid, threads, bytes, seed, [&] { panel(maps, bias, factors, y, tokens, blocks, tiles); });
+}
+"""
+
+
+class Tensor(ctypes.Structure):
+    """Boxes of a tensor, as the header has them."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("strides", ctypes.c_longlong * 5),
+        ("sizes", ctypes.c_int * 5),
+        ("box", ctypes.c_int * 5),
+    ]
+
+    def __init__(self, tensor, box):
+        missing = 5 - tensor.ndim
+        super().__init__(
+            tensor.data_ptr(),
+            (ctypes.c_longlong * 5)(*missing * [0], *tensor.stride()),
+            (ctypes.c_int * 5)(*missing * [1], *tensor.shape),
+            (ctypes.c_int * 5)(*missing * [1], *box),
+        )
+
+
+@cache
+def compiled(source):
+    """A library of a source in which the hardware is the header's."""
+    constants = "\n".join(re.findall(r"^#define .*", source, flags=re.M))
+    kernel = source[source.index("// A linear map with the weights at rest") :]
+    # Arrays in shared memory have a place of their own.
+    kernel = kernel.replace("extern __shared__ __align__(1024) char memory[];", "")
+    folder = Path(mkdtemp())
+    text = "\n".join([constants, (HERE / "cuda_on_cpu.h").read_text(), kernel, ENTRY])
+    (folder / "kernel.cpp").write_text(text)
+    command = [COMPILER, "-std=c++17", "-O2", "-w", "-shared", "-fPIC", "kernel.cpp", "-o", "kernel.so"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    library = ctypes.CDLL(str(folder / "kernel.so"))
+    library.on_cpu.restype = ctypes.c_char_p
+    return library
+
+
+class OnCpu(library.Kernel):
+    """A kernel in the place of one on a GPU."""
+
+    def __init__(self, source, shared, seed=0):
+        super().__init__(ctypes.c_void_p(), shared)
+        object.__setattr__(self, "library", compiled(source))
+        object.__setattr__(self, "seed", seed)
+
+    def launch(self, programs, threads, arguments):
+        together, *rest = arguments
+        tensors = (Tensor * len(together))(*together)
+        trouble = self.library.on_cpu(programs, threads, self.shared, self.seed, tensors, *rest)
+        if trouble:
+            raise RuntimeError(trouble.decode())
+
+
+def use(monkeypatch, seed=0, change=None):
+    """Let kernels run on a CPU, two clusters of two programs, from a source with a change."""
+
+    def kernel(device, dtype, channels, *options):
+        source = panel.source(dtype, channels, *options, SHARED)
+        if change:
+            assert change[0] in source
+            source = source.replace(*change)
+        return OnCpu(source, panel.shared_bytes(channels, SHARED), seed)
+
+    monkeypatch.setattr(panel, "_kernel", kernel)
+    monkeypatch.setattr(panel, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(library, "Boxes", Tensor)
+    monkeypatch.setattr(library, "Together", list)
