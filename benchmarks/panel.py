@@ -20,6 +20,7 @@ from quickvit.bench.timing import GraphedCalls, Job, cuda_clock
 from quickvit.group import Layout
 from quickvit.ops import attention, gelu, hopper, linear, mlp, self_attention
 from quickvit.ops.cuda import panel
+from quickvit.ops.triton.gelu import gelu_backward, gelu_forward
 from quickvit.ops.triton.octets import from_octets
 
 # Images and tokens, heads, channels and hidden features.
@@ -141,6 +142,29 @@ class Mlp:
         ours, theirs = ((result.double() - exact).norm().item() for result in (found, plain))
         return ours / theirs
 
+    def graded(self) -> dict[str, Callable[[], object]]:
+        """What there is to time of a training step: with GELU what it is of, and its gradient through fc2."""
+        m, f = self.channels // 8, self.width // 8
+        down = noise(4, m, f), noise(1, 2 * m, 2 * f)
+        hidden, y, grad = (self.x.new_empty(len(self.x), self.width) for _ in range(3))
+        hidden.normal_()
+        of_y = torch.randn_like(self.x)
+
+        def apart() -> None:
+            linear.products(self.x, *self.weights, hidden)
+            gelu_forward(hidden, self.bias, y)
+
+        def gradient_apart() -> None:
+            linear.products(of_y, *(w.mT for w in down), grad)
+            gelu_backward(grad, hidden, self.bias)
+
+        return {
+            "panel": lambda: panel.linear_gelu(self.x, *self.weights, self.bias, y, hidden=hidden),
+            "products, then GELU": apart,
+            "gradient, panel": lambda: panel.gelu_gradient(of_y, *(w.mT for w in down), hidden, grad),
+            "gradient, products, then GELU's": gradient_apart,
+        }
+
 
 class Attention:
     """qkv and attention of a size."""
@@ -209,6 +233,8 @@ def main() -> None:
         if options.parts:
             forms(problem)
         hopper.GELU_KERNELS = kernels
+        for name, call in problem.graded().items():
+            print(f"{size}, fc1 + GELU in training, {name}: {microseconds(call):.1f} us", flush=True)
         other = Attention(size)
         print(f"{size}, qkv + attention: {microseconds(other.today):.1f} us", flush=True)
         x = other.x.flatten(0, 1)

@@ -327,6 +327,18 @@ static u32 fma_2(u32 a, u32 b, u32 c) {
     return each([=](int i) { return (double)half(a, i) * half(b, i) + half(c, i); });
 }
 
+static u32 min_2(u32 a, u32 b) {
+    return each([=](int i) { return half(a, i) < half(b, i) ? half(a, i) : half(b, i); });
+}
+
+static u32 max_2(u32 a, u32 b) {
+    return each([=](int i) { return half(a, i) > half(b, i) ? half(a, i) : half(b, i); });
+}
+
+static float2 unpack_2(u32 pair) {
+    return {half(pair, 0), half(pair, 1)};
+}
+
 static u32 tanh_2(u32 x) {
     return each([=](int i) { return std::tanh(half(x, i)); });
 }
@@ -341,6 +353,10 @@ static u32 pack(float left, float right) {
 
 static float2 unpack(u32 pair) {
     return {from_16(pair), from_16(pair >> 16)};
+}
+
+static void load_global(u32 (&entries)[4], const u16 *place) {
+    memcpy(entries, place, 16);
 }
 
 static void store_global(u16 *place, u32 a, u32 b, u32 c, u32 d) {

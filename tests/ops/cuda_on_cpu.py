@@ -18,10 +18,10 @@ COMPILER = shutil.which("c++") or shutil.which("g++")
 ENTRY = """
 extern "C" const char *on_cpu(
     int grid, int threads, int bytes, unsigned seed, const Boxes *boxes, const void *bias, const float *factors,
-    u16 *y, int tokens, int blocks, int tiles) {
+    u16 *x, u16 *y, int tokens, int blocks, int tiles) {
     Maps maps;
     memcpy(&maps, boxes, sizeof maps);
-    return run(grid, threads, bytes, seed, [&] { panel(maps, bias, factors, y, tokens, blocks, tiles); });
+    return run(grid, threads, bytes, seed, [&] { panel(maps, bias, factors, x, y, tokens, blocks, tiles); });
 }
 """
 

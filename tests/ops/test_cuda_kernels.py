@@ -21,13 +21,24 @@ ROUNDING = torch.finfo(torch.bfloat16).eps / 4
 
 
 @pytest.mark.skipif(not library.available(), reason="needs PyTorch for CUDA")
-@pytest.mark.parametrize(("bias", "scaled"), [(None, True), (torch.float32, False), (torch.bfloat16, True)])
-@pytest.mark.parametrize("octets", [False, True])
+@pytest.mark.parametrize(
+    ("after", "bias", "scaled"),
+    [
+        ("GELU", None, True),
+        ("GELU", torch.float32, False),
+        ("GELU", torch.bfloat16, True),
+        ("OCTETS", torch.bfloat16, True),
+        ("BOTH", torch.float32, False),
+        ("GRADIENT", None, False),
+    ],
+)
 @pytest.mark.parametrize(("channels", "width"), [(1024, 4096), (1280, 5120), (1664, 8192), (1792, 15360)])
-def test_products_go_on_and_registers_suffice(channels, width, octets, bias, scaled):
-    cpu, dtype, width = torch.device("cpu"), torch.bfloat16, 3 * channels if octets else width
-    assert panel.takes_octets(cpu, dtype, channels) if octets else panel.takes(cpu, dtype, channels, width)
-    source = panel.source(dtype, channels, width, octets, bias, scaled, SHARED)
+def test_products_go_on_and_registers_suffice(channels, width, after, bias, scaled):
+    cpu, dtype = torch.device("cpu"), torch.bfloat16
+    assert panel.takes_octets(cpu, dtype, channels)
+    assert panel.takes(cpu, dtype, channels, width)
+    width = 3 * channels if after == "OCTETS" else width
+    source = panel.source(dtype, channels, width, after, bias, scaled, SHARED)
     _, log = library.compile_source(source, (9, 0))
     assert "Potential Performance Loss" not in log
     assert re.search(r"(\d+) bytes spill stores", log)[1] == "0"
@@ -71,7 +82,11 @@ def relative_error(monkeypatch, *sizes, seed=0, change=None, **options):
     assert y[tokens].isnan().all()
     shift = operands[3]
     exact = gelu(products, None if shift is None else shift.double())
-    return ((y[:tokens].double() - exact).norm() / exact.norm()).item()
+    return relative(y[:tokens], exact)
+
+
+def relative(found, exact):
+    return ((found.double() - exact).norm() / exact.norm()).item()
 
 
 @needs_compiler
@@ -83,6 +98,43 @@ def relative_error(monkeypatch, *sizes, seed=0, change=None, **options):
 @pytest.mark.parametrize("scaled", [False, True])
 def test_it_is_the_linear_map_and_gelu(monkeypatch, channels, width, tokens, bias, scaled):
     assert relative_error(monkeypatch, channels, width, tokens, bias=bias, scaled=scaled) < ROUNDING
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("channels", "width", "tokens"), [(1024, 512, 197), (1280, 768, 1), (1664, 768, 130)]
+)
+@pytest.mark.parametrize("bias", [None, torch.float32], ids=str)
+def test_with_gelu_comes_what_it_is_of(monkeypatch, channels, width, tokens, bias):
+    cuda_on_cpu.use(monkeypatch)
+    operands, _, products = problem(channels, width, tokens, bias=bias)
+    y, hidden = (torch.full((tokens + 1, width), float("nan"), dtype=torch.bfloat16) for _ in range(2))
+    panel.linear_gelu(*operands, y[:tokens], hidden=hidden[:tokens])
+    assert y[tokens].isnan().all()
+    assert hidden[tokens].isnan().all()
+    if bias is not None:
+        products[:, : width // 8] += operands[3].double()
+    assert relative(hidden[:tokens], products) < ROUNDING
+    assert relative(y[:tokens], gelu(products)) < ROUNDING
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("channels", "width", "tokens"), [(1024, 512, 197), (1280, 768, 1), (1664, 768, 130)]
+)
+@pytest.mark.parametrize("size", [1e-7, 1.0, 1e5])
+def test_the_gradient_of_gelu(monkeypatch, channels, width, tokens, size):
+    """However small gradients are, and far out."""
+    cuda_on_cpu.use(monkeypatch)
+    (grad, one, two, _), _, grads = problem(channels, width, tokens, size=size)
+    hidden = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)).bfloat16()
+    hidden[tokens // 2] *= 1000
+    found = torch.full((tokens + 1, width), float("nan"), dtype=torch.bfloat16)
+    panel.gelu_gradient(grad, one, two, hidden, found[:tokens])
+    assert found[tokens].isnan().all()
+    x = hidden.double().requires_grad_()
+    (exact,) = torch.autograd.grad(gelu(x), x, grads)
+    assert relative(found[:tokens], exact) < 1.6 * ROUNDING
 
 
 @needs_compiler
@@ -104,7 +156,7 @@ def test_octets_are_q_k_and_v(monkeypatch, channels, tokens, heads, dtype, bias,
         packed = found.new_empty(tokens, channels)
         from_octets(found, packed)
         exact = merge_heads([feature])
-        assert ((packed.double() - exact).norm() / exact.norm()).item() < torch.finfo(dtype).eps / 4
+        assert relative(packed, exact) < torch.finfo(dtype).eps / 4
         # A head's entries are the same in both.
         assert_sorted = [
             x.unflatten(1, (heads, -1)).sort(-1).values

@@ -306,6 +306,32 @@ def test_hopper_has_kernels_for_gelu_and_products_before_it(
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize(("channels", "width"), [(1024, 4096), (1280, 5120), (1664, 8192)])
+@pytest.mark.parametrize("tokens", [64, 197, 16448])
+@pytest.mark.parametrize("size", [1e-6, 1.0])
+def test_hopper_has_kernels_for_the_gradients_of_a_perceptron(channels, width, tokens, size, monkeypatch):
+    torch.manual_seed(0)
+    net = randomize(OcticMlp(channels, width)).to(DEVICE, torch.bfloat16)
+    x, grad = (torch.randn(tokens, channels, device=DEVICE).bfloat16() for _ in range(2))
+    grad = (size * grad.float()).bfloat16()
+
+    def gradients(net, x):
+        x = x.detach().requires_grad_()
+        y = net(x)
+        return y, *torch.autograd.grad(y, (x, *net.parameters()), grad.to(x.dtype))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper, "are_many", lambda entries: True)
+        together = gradients(net, x)
+        patch.setattr(hopper, "takes_gelu_gradient", lambda *_: False)
+        apart = gradients(net, x)
+    with plain():
+        exact = gradients(net.double(), x.double())
+    for ours, theirs, right in zip(together, apart, exact, strict=True):
+        assert relative(ours, right) < 1.2 * relative(theirs, right) + 1e-4
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
 @pytest.mark.parametrize("shapes", [((64, 257),), ((60, 197), (40, 101))])
 @pytest.mark.parametrize("channels", [1664, 1792])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

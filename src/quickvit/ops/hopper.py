@@ -54,6 +54,13 @@ def takes_octets(x: Tensor, heads: int, lengths: list[int]) -> bool:
     return fit and _makes_octets(x.device, dtype, channels)
 
 
+def takes_gelu_gradient(x: Tensor, width: int) -> bool:
+    """Whether there are kernels for a map of x to this width and GELU, and for the gradient through the next map."""
+    if not x.is_cuda:
+        return False
+    return _takes("panel", x.device, product_dtype(x.device) or x.dtype, x.shape[-1], width)
+
+
 def takes_attention(q: Tensor, *, graded: bool) -> bool:
     """Whether kernels take attention of q, k, v [B, N, H, D], `graded` with its gradient: many long sequences."""
     if not q.is_cuda or not are_many(q.numel()):

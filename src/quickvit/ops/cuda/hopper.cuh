@@ -167,20 +167,30 @@ __device__ __forceinline__ u32 fma_2(u32 a, u32 b, u32 c) {
     return sum;
 }
 
-__device__ __forceinline__ u32 tanh_2(u32 x) {
+// Of what is no number both are none.
+__device__ __forceinline__ u32 min_2(u32 a, u32 b) {
     u32 result;
-    asm("tanh.approx.f16x2 %0, %1;" : "=r"(result) : "r"(x));
+    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
     return result;
 }
 
-// The same in bfloat16.
-__device__ __forceinline__ u32 to_bfloat(u32 pair) {
+__device__ __forceinline__ u32 max_2(u32 a, u32 b) {
     u32 result;
-    asm("{\n.reg .b16 left, right;\n.reg .f32 first, second;\n"
-        "mov.b32 {left, right}, %1;\ncvt.f32.f16 first, left;\ncvt.f32.f16 second, right;\n"
-        "cvt.rn.bf16x2.f32 %0, second, first;\n}"
-        : "=r"(result)
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+
+__device__ __forceinline__ float2 unpack_2(u32 pair) {
+    float2 value;
+    asm("{\n.reg .b16 left, right;\nmov.b32 {left, right}, %2;\ncvt.f32.f16 %0, left;\ncvt.f32.f16 %1, right;\n}"
+        : "=f"(value.x), "=f"(value.y)
         : "r"(pair));
+    return value;
+}
+
+__device__ __forceinline__ u32 tanh_2(u32 x) {
+    u32 result;
+    asm("tanh.approx.f16x2 %0, %1;" : "=r"(result) : "r"(x));
     return result;
 }
 
@@ -198,14 +208,25 @@ __device__ __forceinline__ u32 pack(float left, float right) {
 
 __device__ __forceinline__ float2 unpack(u32 pair) {
 #if HALF
-    float2 value;
-    asm("{\n.reg .b16 left, right;\nmov.b32 {left, right}, %2;\ncvt.f32.f16 %0, left;\ncvt.f32.f16 %1, right;\n}"
-        : "=f"(value.x), "=f"(value.y)
-        : "r"(pair));
-    return value;
+    return unpack_2(pair);
 #else
     return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000)};
 #endif
+}
+
+__device__ __forceinline__ u32 to_bfloat(u32 pair) {
+    const float2 value = unpack_2(pair);
+    u32 result;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(value.y), "f"(value.x));
+    return result;
+}
+
+// What comes only once.
+__device__ __forceinline__ void load_global(u32 (&entries)[4], const u16 *place) {
+    asm volatile("ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(entries[0]), "=r"(entries[1]), "=r"(entries[2]), "=r"(entries[3])
+                 : "l"(place), "l"(PASS)
+                 : "memory");
 }
 
 __device__ __forceinline__ void store_global(u16 *place, u32 a, u32 b, u32 c, u32 d) {

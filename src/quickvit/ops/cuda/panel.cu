@@ -1,9 +1,9 @@
-// A linear map with the weights at rest, then GELU or octets, on NVIDIA's Hopper; panel.py says what it does.
+// A linear map with the weights at rest, and what comes after it, on NVIDIA's Hopper; panel.py says what it does.
 //
-// Constants that are put before this file: M, F (eighths of both widths), OCTETS (1: q, k and v as octets, 0: GELU), ALONG
-// (whether the two groups of warps that multiply have different tokens; else they have different columns), SLOTS (of boxes
-// of tokens), CLUSTER, HALF (float16 in place of bfloat16), BIAS (0: none, 1: of the type of x, 2: float), SCALED (whether
-// tokens have a factor), and the polynomial of GELU. What the hardware does is in hopper.cuh.
+// Constants that are put before this file: M, F (eighths of both widths), AFTER (what comes after it: one of the names that
+// are defined as numbers), ALONG (whether the two groups of warps that multiply have different tokens; else they have
+// different columns), SLOTS (of boxes of tokens), CLUSTER, HALF (float16 in place of bfloat16), BIAS (0: none, 1: of the type
+// of x, 2: float), SCALED (whether tokens have a factor), and the polynomial of GELU. What the hardware does is in hopper.cuh.
 
 // Of x and of both weights, and of what is left of their irreps.
 struct Maps {
@@ -16,8 +16,8 @@ constexpr int GROUPS = 2, N = 32, EIGHTS = N / 8;
 constexpr int ROWS = ALONG ? 64 * GROUPS : 64, COLUMNS = ALONG ? N : N * GROUPS;
 // Channels of a box: what is left of an irrep comes in a narrow one, to which more may belong.
 constexpr int WIDE = 64, NARROW = 32;
-static_assert(OCTETS || F % N == 0, "all columns of a group of warps are of one irrep");
-static_assert(OCTETS || !HALF, "GELU rounds like bfloat16");
+static_assert(AFTER == OCTETS || F % N == 0, "all columns of a group of warps are of one irrep");
+static_assert(AFTER == OCTETS || !HALF, "GELU rounds like bfloat16");
 
 __device__ constexpr int turns_of(int channels) {
     return (channels + WIDE - 1) / WIDE;
@@ -112,13 +112,14 @@ __device__ __forceinline__ void multiply(
 
 // Of each eight columns of a product a thread has two neighbours in each of two rows: pairs, those of the first row first.
 // Of a tile it has 16 entries for each of them, two by two: for GELU neighbours in each block, which are 16ths in float16,
-// and as octets the blocks 2i and 2i + 1 of one of both, at 2i, and of the other at 2i + 1.
+// for its gradient those in bfloat16, and as octets the blocks 2i and 2i + 1 of one of both, at 2i, and of the other at
+// 2i + 1.
 constexpr int PAIRS = 2 * EIGHTS;
 using Tile = u32[8][PAIRS];
 
 // Columns from a thread's first pair to the next, and from a thread to the next. For GELU the weights' columns come in such
 // an order that all of a thread lie side by side.
-constexpr int NEXT_PAIR = OCTETS ? 8 : 2, NEXT_THREAD = OCTETS ? 2 : 8;
+constexpr int NEXT_PAIR = AFTER == OCTETS ? 8 : 2, NEXT_THREAD = AFTER == OCTETS ? 2 : 8;
 constexpr float SIXTEENTH = 0.0625f;
 
 // Two blocks of a tile, from products that have ended, times factors of both rows, plus a bias.
@@ -139,8 +140,41 @@ __device__ __forceinline__ void keep(
         }
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            tile[2 * two + i][pair] = OCTETS ? pack(v[0][i], v[1][i]) : mul_2(pack_2(v[i][0], v[i][1]), both(SIXTEENTH));
+            tile[2 * two + i][pair] = AFTER == OCTETS ? pack(v[0][i], v[1][i]) :
+                AFTER == GRADIENT ? pack(v[i][0], v[i][1]) : mul_2(pack_2(v[i][0], v[i][1]), both(SIXTEENTH));
     }
+}
+
+// Two numbers of float16.
+struct Two {
+    u32 pair;
+
+    __device__ __forceinline__ Two operator+(Two other) const {
+        return {add_2(pair, other.pair)};
+    }
+
+    __device__ __forceinline__ Two operator-(Two other) const {
+        return {sub_2(pair, other.pair)};
+    }
+};
+
+// Fourier transforms without their factors.
+template <class Number>
+__device__ __forceinline__ void to_regular(Number (&v)[8]) {
+    const Number a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
+    const Number e = v[4] + v[6], f = v[4] - v[6], g = v[5] + v[7], h = v[5] - v[7];
+    const Number ac = a + c, a_c = a - c, bd = b + d, b_d = b - d, eh = e + h, e_h = e - h, fg = f + g, f_g = f - g;
+    v[0] = ac + eh, v[1] = a_c + f_g, v[2] = ac - eh, v[3] = a_c - f_g;
+    v[4] = bd - fg, v[5] = b_d - e_h, v[6] = bd + fg, v[7] = b_d + e_h;
+}
+
+template <class Number>
+__device__ __forceinline__ void to_isotypic(Number (&r)[8]) {
+    const Number s = r[0] + r[2], t = r[1] + r[3], u = r[6] + r[4], w = r[7] + r[5];
+    const Number k = r[0] - r[2], l = r[1] - r[3], m = r[6] - r[4], n = r[7] - r[5];
+    const Number st = s + t, s_t = s - t, uw = u + w, u_w = u - w, kn = k + n, k_n = k - n, ml = m + l, m_l = m - l;
+    r[0] = st + uw, r[1] = st - uw, r[2] = s_t + u_w, r[3] = s_t - u_w;
+    r[4] = kn + ml, r[5] = m_l + k_n, r[6] = kn - ml, r[7] = m_l - k_n;
 }
 
 // u (1 + tanh(p(z) / 2)) for z = 4√2 u, of two entries: GELU(z) / 2√2.
@@ -148,66 +182,122 @@ __device__ __forceinline__ u32 gelu(u32 u) {
     return fma_2(u, tanh_2(mul_2(u, fma_2(mul_2(u, u), both(P1), both(P0)))), u);
 }
 
+// An eighth of the slope of GELU there, Φ + z Φ': with τ for tanh (1 + τ + (1 - τ²) u (P0 + 3 P1 u²)) / 16.
+__device__ __forceinline__ u32 slope(u32 u) {
+    // Further out τ is 1 and the rest no number.
+    u = min_2(max_2(u, both(-8)), both(8));
+    const u32 square = mul_2(u, u), tau = tanh_2(mul_2(u, fma_2(square, both(P1), both(P0))));
+    const u32 rest = fma_2(mul_2(tau, both(-1)), tau, both(1));
+    const u32 twice = fma_2(rest, mul_2(u, fma_2(square, both(3 * P1), both(P0))), tau);
+    return fma_2(twice, both(SIXTEENTH), both(SIXTEENTH));
+}
+
 // GELU through the regular domain: a sixteenth of x comes in float16, and y goes in bfloat16.
-__device__ __forceinline__ void gelu_of_pair(Tile &v, int pair) {
-    const u32 a = add_2(v[0][pair], v[1][pair]), b = sub_2(v[0][pair], v[1][pair]);
-    const u32 c = add_2(v[2][pair], v[3][pair]), d = sub_2(v[2][pair], v[3][pair]);
-    const u32 e = add_2(v[4][pair], v[6][pair]), f = sub_2(v[4][pair], v[6][pair]);
-    const u32 g = add_2(v[5][pair], v[7][pair]), h = sub_2(v[5][pair], v[7][pair]);
-    const u32 ac = add_2(a, c), a_c = sub_2(a, c), bd = add_2(b, d), b_d = sub_2(b, d);
-    const u32 eh = add_2(e, h), e_h = sub_2(e, h), fg = add_2(f, g), f_g = sub_2(f, g);
-    const u32 r0 = gelu(add_2(ac, eh)), r1 = gelu(add_2(a_c, f_g)), r2 = gelu(sub_2(ac, eh)), r3 = gelu(sub_2(a_c, f_g));
-    const u32 r4 = gelu(sub_2(bd, fg)), r5 = gelu(sub_2(b_d, e_h)), r6 = gelu(add_2(bd, fg)), r7 = gelu(add_2(b_d, e_h));
-    const u32 s = add_2(r0, r2), t = add_2(r1, r3), u = add_2(r6, r4), w = add_2(r7, r5);
-    const u32 k = sub_2(r0, r2), l = sub_2(r1, r3), m = sub_2(r6, r4), n = sub_2(r7, r5);
-    const u32 st = add_2(s, t), s_t = sub_2(s, t), uw = add_2(u, w), u_w = sub_2(u, w);
-    const u32 kn = add_2(k, n), k_n = sub_2(k, n), ml = add_2(m, l), m_l = sub_2(m, l);
-    v[0][pair] = to_bfloat(add_2(st, uw)), v[1][pair] = to_bfloat(sub_2(st, uw));
-    v[2][pair] = to_bfloat(add_2(s_t, u_w)), v[3][pair] = to_bfloat(sub_2(s_t, u_w));
-    v[4][pair] = to_bfloat(add_2(kn, ml)), v[5][pair] = to_bfloat(add_2(m_l, k_n));
-    v[6][pair] = to_bfloat(sub_2(kn, ml)), v[7][pair] = to_bfloat(sub_2(m_l, k_n));
+__device__ __forceinline__ void gelu_of_pair(Tile &tile, int pair) {
+    Two v[8];
+#pragma unroll
+    for (int block = 0; block < 8; block++) v[block].pair = tile[block][pair];
+    to_regular(v);
+#pragma unroll
+    for (int block = 0; block < 8; block++) v[block].pair = gelu(v[block].pair);
+    to_isotypic(v);
+#pragma unroll
+    for (int block = 0; block < 8; block++) tile[block][pair] = to_bfloat(v[block].pair);
+}
+
+// Its gradient, all in bfloat16: that of y becomes that of x, from x. It may be too small for float16, its factor is not.
+__device__ __forceinline__ void gradient_of_pair(Tile &tile, int pair, const u32 (&x)[8][EIGHTS]) {
+    Two factors[8];
+    float v[2][8];
+#pragma unroll
+    for (int block = 0; block < 8; block++) {
+        const float2 values = unpack(x[block][pair % EIGHTS]), grads = unpack(tile[block][pair]);
+        factors[block].pair = mul_2(pack_2(values.x, values.y), both(SIXTEENTH));
+        v[0][block] = grads.x, v[1][block] = grads.y;
+    }
+    to_regular(factors);
+    to_regular(v[0]), to_regular(v[1]);
+#pragma unroll
+    for (int block = 0; block < 8; block++) {
+        const float2 factor = unpack_2(slope(factors[block].pair));
+        v[0][block] *= factor.x, v[1][block] *= factor.y;
+    }
+    to_isotypic(v[0]), to_isotypic(v[1]);
+#pragma unroll
+    for (int block = 0; block < 8; block++) tile[block][pair] = pack(v[0][block], v[1][block]);
 }
 
 // What a thread has of the tile before this one, and where it goes.
 struct Before {
     Tile tile;
     u16 *y;
+    // What GELU is of: the gradient reads it, and BOTH writes it.
+    u16 *x;
     int tokens;
     // The first of both rows, and of the columns.
     int row, column;
     // Whether there is one.
     bool any;
+    // What GELU was of, in one of both rows.
+    u32 read[8][EIGHTS];
 
     // What is to be done with it in one of the turns of a tile.
     __device__ __forceinline__ void part(int turn) {
         if (!any) return;
 #pragma unroll
         for (int pair = PAIRS * turn / TURNS; pair < PAIRS * (turn + 1) / TURNS; pair++) {
-            if (OCTETS)
+            const int which = pair / EIGHTS;
+            const bool first = pair % EIGHTS == 0, last = pair % EIGHTS + 1 == EIGHTS;
+            if (AFTER == OCTETS)
                 store_octets(pair);
             else {
-                gelu_of_pair(tile, pair);
-                if (pair % EIGHTS + 1 == EIGHTS) store_row(pair / EIGHTS);
+                if (AFTER == BOTH && first) store_row(x, which, true);
+                if (AFTER == GRADIENT)
+                    gradient_of_pair(tile, pair, read);
+                else
+                    gelu_of_pair(tile, pair);
+                if (AFTER == GRADIENT && last && which == 0) read_row(1);
+                if (last) store_row(y, which, false);
             }
         }
     }
 
-    // Eight columns of all blocks, of one of both rows.
-    __device__ __forceinline__ void store_row(int which) {
+    __device__ __forceinline__ bool inside(int token, int first) const {
+        return token < tokens && first < F;
+    }
+
+    // Eight columns of all blocks, of one of both rows: as they are, or, before GELU, from sixteenths.
+    __device__ __forceinline__ void store_row(u16 *target, int which, bool sixteenths) {
         const int token = row + 8 * which;
-        if (token >= tokens || column >= F) return;
-        u16 *place = y + (long long)token * (8 * F) + column;
+        if (!inside(token, column)) return;
+        u16 *place = target + (long long)token * (8 * F) + column;
 #pragma unroll
         for (int block = 0; block < 8; block++) {
-            const u32 *v = tile[block] + which * EIGHTS;
+            u32 v[EIGHTS];
+#pragma unroll
+            for (int i = 0; i < EIGHTS; i++) {
+                v[i] = tile[block][which * EIGHTS + i];
+                if (sixteenths) v[i] = to_bfloat(mul_2(v[i], both(16)));
+            }
             store_global(place + block * F, v[0], v[1], v[2], v[3]);
+        }
+    }
+
+    __device__ __forceinline__ void read_row(int which) {
+        const int token = row + 8 * which;
+        const u16 *place = x + (long long)token * (8 * F) + column;
+#pragma unroll
+        for (int block = 0; block < 8; block++) {
+#pragma unroll
+            for (int i = 0; i < EIGHTS; i++) read[block][i] = 0;
+            if (inside(token, column)) load_global(read[block], place + block * F);
         }
     }
 
     // All blocks of two columns of q, k or v, which have M columns each.
     __device__ __forceinline__ void store_octets(int pair) {
         const int token = row + pair / EIGHTS * 8, first = column + pair % EIGHTS * NEXT_PAIR;
-        if (token >= tokens || first >= F) return;
+        if (!inside(token, first)) return;
         u16 *place = y + 8 * (((long long)(first / M) * tokens + token) * M + first % M);
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -258,8 +348,9 @@ __device__ __forceinline__ void load_irrep(
         const bool whole = is_wide(step, CHANNELS);
         for (int columns = column; columns < column + COLUMNS; columns += N)
             for (int copy = 0; copy < COPIES; copy++) {
-                const int row = irrep * F + columns, copied = OCTETS ? copy : 0, group = OCTETS ? 0 : (row + copy * F) / N;
-                load_weights(target, whole ? wide : narrow, barrier, step * WIDE, copied, OCTETS ? row : 0, group);
+                const bool octets = AFTER == OCTETS;
+                const int row = irrep * F + columns, group = octets ? 0 : (row + copy * F) / N;
+                load_weights(target, whole ? wide : narrow, barrier, step * WIDE, octets ? copy : 0, octets ? row : 0, group);
                 target += 2 * N * (whole ? WIDE : NARROW);
             }
     }
@@ -308,7 +399,7 @@ __device__ __forceinline__ void load_bias(float (&shift)[2 * EIGHTS], const void
 }
 
 __device__ __forceinline__ void compute(
-    const void *bias, const float *factors, u16 *y, int tokens, u32 weights, u32 weights_full, u32 weights_empty,
+    const void *bias, const float *factors, u16 *x, u16 *y, int tokens, u32 weights, u32 weights_full, u32 weights_empty,
     const Ring &ring, int blocks, int tiles, u32 rank, int group
 ) {
     const Share share(tiles);
@@ -318,7 +409,7 @@ __device__ __forceinline__ void compute(
     const int line = (ALONG ? 64 * group : 0) + threadIdx.x % 128 / 32 * 16 + lane / 4;
     const int place = (ALONG ? 0 : N * group) + lane % 4 * NEXT_THREAD;
     Work work = {ring, Turn(0), Turn(0), group};
-    Before before = {{}, y, tokens, 0, 0, false};
+    Before before = {{}, y, x, tokens, 0, 0, false, {}};
     float shift[2 * EIGHTS];
     int panels = 0;
     for (int tile = share.first; tile < share.last; tile++) {
@@ -359,6 +450,7 @@ __device__ __forceinline__ void compute(
 #pragma unroll
         for (int i = 0; i < 8 * PAIRS; i++) before.tile[i / PAIRS][i % PAIRS] = now[i / PAIRS][i % PAIRS];
         before.row = row, before.column = column, before.any = true;
+        if (AFTER == GRADIENT) before.read_row(0);
     }
 #pragma unroll
     for (int turn = 0; turn < TURNS; turn++) before.part(turn);
@@ -367,7 +459,10 @@ __device__ __forceinline__ void compute(
 constexpr int THREADS = 128 * (GROUPS + 1);
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
-    panel(const __grid_constant__ Maps maps, const void *bias, const float *factors, u16 *y, int tokens, int blocks, int tiles) {
+    panel(
+        const __grid_constant__ Maps maps, const void *bias, const float *factors, u16 *x, u16 *y, int tokens, int blocks,
+        int tiles
+    ) {
     extern __shared__ __align__(1024) char memory[];
     const u32 weights = shared(memory), boxes = weights + PANEL, barriers = boxes + SLOTS * BOX;
     const Ring ring = {boxes, barriers, barriers + 8 * SLOTS};
@@ -389,7 +484,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group < GROUPS) {
         more_registers<240>();
-        compute(bias, factors, y, tokens, weights, weights_full, weights_empty, ring, blocks, tiles, rank, group);
+        compute(bias, factors, x, y, tokens, weights, weights_full, weights_empty, ring, blocks, tiles, rank, group);
     } else {
         fewer_registers<24>();
         if (threadIdx.x == 128 * GROUPS) load(maps, weights, weights_full, weights_empty, ring, blocks, tiles, rank);

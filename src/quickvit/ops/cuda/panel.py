@@ -36,6 +36,8 @@ ALONG: dict[int, bool] = {1024: False, 1280: False, 1664: True, 1792: True}
 N, GROUPS = 32, 2
 # Programs that share their tokens.
 CLUSTER = 2
+# What comes after the products: BOTH also writes what GELU is of, which its gradient reads.
+AFTER = "GELU", "OCTETS", "BOTH", "GRADIENT"
 # Bytes of all barriers.
 REST = 1024
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -83,16 +85,17 @@ def source(
     dtype: torch.dtype,
     channels: int,
     width: int,
-    octets: bool,
+    after: str,
     bias: torch.dtype | None,
     scaled: bool,
     limit: int,
 ) -> str:
     """The kernel for these types and sizes, with or without factors of tokens, and so much shared memory."""
-    constants: dict[str, int | str] = {
+    constants: dict[str, int | str] = {name: i for i, name in enumerate(AFTER)}
+    constants |= {
         "M": channels // 8,
         "F": width // 8,
-        "OCTETS": int(octets),
+        "AFTER": after,
         "ALONG": int(ALONG[channels]),
         "SLOTS": _slots(channels, limit),
         "CLUSTER": CLUSTER,
@@ -117,12 +120,12 @@ def _kernel(
     dtype: torch.dtype,
     channels: int,
     width: int,
-    octets: bool,
+    after: str,
     bias: torch.dtype | None,
     scaled: bool,
 ) -> library.Kernel:
     limit = shared_memory(device)
-    text = source(dtype, channels, width, octets, bias, scaled, limit)
+    text = source(dtype, channels, width, after, bias, scaled, limit)
     code, _ = library.compile_source(text, torch.cuda.get_device_capability(device))
     return library.load(code, "panel", shared_bytes(channels, limit))
 
@@ -155,12 +158,20 @@ def linear_gelu(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     row_scale: torch.Tensor | None = None,
+    hidden: torch.Tensor | None = None,
 ) -> None:
     """GELU(s W x + b) of x[T, C] written to out[T, 8F], which is contiguous; one[4, F, C/8], two[1, 2F, C/4].
 
-    s is the row_scale[T], in float32, or 1.
+    s is the row_scale[T], in float32, or 1. Where there is a `hidden` like `out`, s W x + b is written to it.
     """
-    _launch(x, one, two, bias, out, row_scale, octets=False)
+    _launch("GELU" if hidden is None else "BOTH", x, one, two, bias, out, row_scale, hidden)
+
+
+def gelu_gradient(
+    grad: torch.Tensor, one: torch.Tensor, two: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor
+) -> None:
+    """The gradient by hidden[T, 8F] of what a map makes of its GELU, from grad[T, C] and the map's transpose."""
+    _launch("GRADIENT", grad, one, two, None, out, None, hidden)
 
 
 def linear_octets(
@@ -173,19 +184,19 @@ def linear_octets(
     """q, k, v of x[T, C] as octets [3, T, C/8, 8], with the bias of A1; one[4, 3C/8, C/8], two[1, 3C/4, C/4]."""
     tokens, channels = x.shape
     out = torch.empty((3, tokens, channels // 8, 8), dtype=x.dtype, device=x.device)
-    _launch(x, one, two, bias, out, row_scale, octets=True)
+    _launch("OCTETS", x, one, two, bias, out, row_scale)
     return out
 
 
 def _launch(
+    after: str,
     x: torch.Tensor,
     one: torch.Tensor,
     two: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     row_scale: torch.Tensor | None,
-    *,
-    octets: bool,
+    hidden: torch.Tensor | None = None,
 ) -> None:
     tokens, channels = x.shape
     if not tokens:
@@ -194,20 +205,16 @@ def _launch(
         bias = bias.clone()
     width, rows = 8 * one.shape[1], _rows(channels)
     blocks, groups = -(-tokens // rows), -(-width // (8 * _columns(channels) * CLUSTER))
-    order, box = (_in_copies, (1, 1, N, 1)) if octets else (_in_order, (1, 4, 4, 2))
+    order, box = (_in_copies, (1, 1, N, 1)) if after == "OCTETS" else (_in_order, (1, 4, 4, 2))
     with torch.cuda.device_of(x):
         dtype = None if bias is None else bias.dtype
-        kernel = _kernel(x.device, x.dtype, channels, width, octets, dtype, row_scale is not None)
+        kernel = _kernel(x.device, x.dtype, channels, width, after, dtype, row_scale is not None)
         tensors = (_in_place(x), (rows,)), (order(one), box), (order(two), box)
         boxes = [library.Boxes(tensor, (*box, wide)) for tensor, box in tensors for wide in (64, 32)]
         arguments: list[Any] = [
             library.Together(boxes),
-            ctypes.c_void_p(0 if bias is None else bias.data_ptr()),
-            ctypes.c_void_p(0 if row_scale is None else row_scale.data_ptr()),
-            ctypes.c_void_p(out.data_ptr()),
-            ctypes.c_int(tokens),
-            ctypes.c_int(blocks),
-            ctypes.c_int(blocks * groups),
+            *(ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in (bias, row_scale, hidden, out)),
+            *(ctypes.c_int(count) for count in (tokens, blocks, blocks * groups)),
         ]
         clusters = min(blocks * groups, multiprocessors(x.device) // CLUSTER)
         kernel.launch(clusters * CLUSTER, 128 * (GROUPS + 1), arguments)
