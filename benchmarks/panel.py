@@ -100,13 +100,13 @@ def sources(changes: dict[str, str]) -> Iterator[None]:
 @contextmanager
 def shape(channels: int, along: bool, cluster: int) -> Iterator[None]:
     """Within this context the groups of warps divide tiles in this way, and so many programs share their tokens."""
-    before = panel.ALONG[channels], panel.CLUSTER
-    panel.ALONG[channels], panel.CLUSTER = along, cluster
+    before = panel.ALONG[channels], panel.CLUSTERS[channels]
+    panel.ALONG[channels], panel.CLUSTERS[channels] = along, cluster
     panel._kernel.cache_clear()
     try:
         yield
     finally:
-        panel.ALONG[channels], panel.CLUSTER = before
+        panel.ALONG[channels], panel.CLUSTERS[channels] = before
         panel._kernel.cache_clear()
 
 

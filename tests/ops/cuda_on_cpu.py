@@ -66,30 +66,30 @@ def compiled(source):
 class OnCpu(library.Kernel):
     """A kernel in the place of one on a GPU."""
 
-    def __init__(self, source, shared, seed=0):
-        super().__init__(ctypes.c_void_p(), shared)
+    def __init__(self, source, shared, cluster, seed=0):
+        super().__init__(ctypes.c_void_p(), 128 * (panel.GROUPS + 1), shared, cluster, 2)
         object.__setattr__(self, "library", compiled(source))
         object.__setattr__(self, "seed", seed)
 
-    def launch(self, programs, threads, arguments):
+    def launch(self, clusters, arguments):
         together, *rest = arguments
         tensors = (Tensor * len(together))(*together)
-        trouble = self.library.on_cpu(programs, threads, self.shared, self.seed, tensors, *rest)
+        sizes = clusters * self.cluster, self.threads, self.shared
+        trouble = self.library.on_cpu(*sizes, self.seed, tensors, *rest)
         if trouble:
             raise RuntimeError(trouble.decode())
 
 
 def use(monkeypatch, seed=0, change=None):
-    """Let kernels run on a CPU, two clusters of two programs, from a source with a change."""
+    """Let kernels run on a CPU, two clusters of programs, from a source with a change."""
 
     def kernel(device, dtype, channels, *options):
         source = panel.source(dtype, channels, *options, SHARED)
         if change:
             assert change[0] in source
             source = source.replace(*change)
-        return OnCpu(source, panel.shared_bytes(channels, SHARED), seed)
+        return OnCpu(source, panel.shared_bytes(channels, SHARED), panel.CLUSTERS[channels], seed)
 
     monkeypatch.setattr(panel, "_kernel", kernel)
-    monkeypatch.setattr(panel, "multiprocessors", lambda device: 4)
     monkeypatch.setattr(library, "Boxes", Tensor)
     monkeypatch.setattr(library, "Together", list)

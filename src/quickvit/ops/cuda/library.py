@@ -96,22 +96,41 @@ def _check(status: int, what: str) -> None:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function on one GPU, which has so much shared memory for its own use."""
+    """A function on one GPU, whose programs have so many threads and so much shared memory for their own use.
+
+    They come in clusters, of which so many can run at the same time.
+    """
 
     handle: ctypes.c_void_p
+    threads: int
     shared: int
+    cluster: int
+    most: int
 
-    def launch(
-        self, programs: int, threads: int, arguments: Sequence[ctypes._SimpleCData[Any] | Together]
-    ) -> None:
-        """Run so many programs on PyTorch's stream."""
+    def launch(self, clusters: int, arguments: Sequence[ctypes._SimpleCData[Any] | Together]) -> None:
+        """Run so many clusters of programs on PyTorch's stream."""
         pointers = (ctypes.c_void_p * len(arguments))(*(_address(argument) for argument in arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        sizes = programs, 1, 1, threads, 1, 1, self.shared
+        sizes = clusters * self.cluster, 1, 1, self.threads, 1, 1, self.shared
         _check(_driver().cuLaunchKernel(self.handle, *sizes, stream, pointers, None), "driver")
 
 
-def load(code: bytes, name: str, shared: int) -> Kernel:
+class _Launch(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_uint)
+            for name in ("grid", "grid_y", "grid_z", "threads", "threads_y", "threads_z")
+        ),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
+
+
+def load(code: bytes, name: str, threads: int, shared: int, cluster: int) -> Kernel:
     """A function of machine code, on the current GPU."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     # PyTorch has made the GPU's context by now, or does it here.
@@ -119,7 +138,11 @@ def load(code: bytes, name: str, shared: int) -> Kernel:
     _check(_driver().cuModuleLoadData(ctypes.byref(module), code), "driver")
     _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "driver")
     _check(_driver().cuFuncSetAttribute(function, _SHARED_BYTES, shared), "driver")
-    return Kernel(function, shared)
+    most, config = ctypes.c_int(), _Launch(cluster, 1, 1, threads, 1, 1, shared)
+    _check(
+        _driver().cuOccupancyMaxActiveClusters(ctypes.byref(most), function, ctypes.byref(config)), "driver"
+    )
+    return Kernel(function, threads, shared, cluster, most.value)
 
 
 class Boxes:

@@ -27,15 +27,15 @@ import torch
 
 from quickvit.ops.cuda import library
 from quickvit.ops.triton.hopper_gelu import LOGIT
-from quickvit.ops.triton.launch import multiprocessors, shared_memory
+from quickvit.ops.triton.launch import shared_memory
 
 # By the number of channels: whether the groups of warps have different tokens, since weights of more columns leave
 # too little room for what is on its way.
 ALONG: dict[int, bool] = {1024: False, 1280: False, 1664: True, 1792: True}
 # Columns of each block that a group of warps has, and groups.
 N, GROUPS = 32, 2
-# Programs that share their tokens.
-CLUSTER = 2
+# Programs that share their tokens: the more, the less often these are read, but fewer may run at the same time.
+CLUSTERS: dict[int, int] = {1024: 2, 1280: 2, 1664: 4, 1792: 4}
 # What comes after the products: BOTH also writes what GELU is of, which its gradient reads.
 AFTER = "GELU", "OCTETS", "BOTH", "GRADIENT"
 # Bytes of all barriers.
@@ -98,7 +98,7 @@ def source(
         "AFTER": after,
         "ALONG": int(ALONG[channels]),
         "SLOTS": _slots(channels, limit),
-        "CLUSTER": CLUSTER,
+        "CLUSTER": CLUSTERS[channels],
         "HALF": int(dtype == torch.float16),
         "BIAS": 0 if bias is None else 1 if bias == dtype else 2,
         "SCALED": int(scaled),
@@ -127,7 +127,7 @@ def _kernel(
     limit = shared_memory(device)
     text = source(dtype, channels, width, after, bias, scaled, limit)
     code, _ = library.compile_source(text, torch.cuda.get_device_capability(device))
-    return library.load(code, "panel", shared_bytes(channels, limit))
+    return library.load(code, "panel", 128 * (GROUPS + 1), shared_bytes(channels, limit), CLUSTERS[channels])
 
 
 def shared_bytes(channels: int, limit: int) -> int:
@@ -204,7 +204,7 @@ def _launch(
     if bias is not None and bias.data_ptr() % 8:
         bias = bias.clone()
     width, rows = 8 * one.shape[1], _rows(channels)
-    blocks, groups = -(-tokens // rows), -(-width // (8 * _columns(channels) * CLUSTER))
+    blocks, groups = -(-tokens // rows), -(-width // (8 * _columns(channels) * CLUSTERS[channels]))
     order, box = (_in_copies, (1, 1, N, 1)) if after == "OCTETS" else (_in_order, (1, 4, 4, 2))
     with torch.cuda.device_of(x):
         dtype = None if bias is None else bias.dtype
@@ -216,8 +216,7 @@ def _launch(
             *(ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in (bias, row_scale, hidden, out)),
             *(ctypes.c_int(count) for count in (tokens, blocks, blocks * groups)),
         ]
-        clusters = min(blocks * groups, multiprocessors(x.device) // CLUSTER)
-        kernel.launch(clusters * CLUSTER, 128 * (GROUPS + 1), arguments)
+        kernel.launch(min(blocks * groups, kernel.most), arguments)
 
 
 def _in_order(weight: torch.Tensor) -> torch.Tensor:
