@@ -179,8 +179,10 @@ class Attention:
     def today(self) -> Tensor:
         """By the way that is taken without octets."""
         one, two, bias = self.operands
-        if self.channels // HEADS in (64, 80):
-            return self_attention.octic_self_attention(self.x, one, two, bias, HEADS)
+        x, sizes = self.x.flatten(0, 1), (HEADS, [IMAGES], [self.length], None, 1.0)
+        ways = {64: self_attention._self_attention, 80: self_attention._head_attention}
+        if self.channels // HEADS in ways:
+            return ways[self.channels // HEADS](x, *self.operands, *sizes)[0].view(self.x.shape)
         packed = linear.octic_linear(self.x, one, two)
         return attention.octic_attention(packed, HEADS, Layout(3 * self.channels), bias, overwrite=True)
 

@@ -36,9 +36,12 @@ def test_all_entries_find_their_blocks(tokens, channels, dtype):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("norm", [None, (1e-6, 0.25)])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("channels", "shapes"), [(1664, ((2, 70),)), (1792, ((1, 65), (1, 82)))])
+@pytest.mark.parametrize(
+    ("channels", "shapes"), [(1280, ((1, 65),)), (1664, ((2, 70),)), (1792, ((1, 65), (1, 82)))]
+)
 def test_attention_by_way_of_octets(channels, shapes, biased, norm, monkeypatch):
     cuda_on_cpu.use(monkeypatch)
+    monkeypatch.setattr(hopper, "takes_octets", lambda *_: True)
     monkeypatch.setattr(hopper_attention, "_attention", OnCpu(hopper_attention._attention))
     monkeypatch.setattr(hopper_attention, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(hopper_attention, "shared_memory", lambda device: cuda_on_cpu.SHARED)
@@ -63,6 +66,7 @@ def test_they_are_for_many_long_sequences_without_gradients(monkeypatch):
     monkeypatch.setattr(self_attention, "fused", lambda *_: True)
     monkeypatch.setattr(hopper, "_makes_octets", lambda *_: True)
     monkeypatch.setattr(hopper, "_most_tokens", lambda *_: 448)
+    monkeypatch.setattr(hopper, "takes_heads", lambda *_: False)
 
     class Gpu(torch.Tensor):
         is_cuda = True
@@ -73,6 +77,8 @@ def test_they_are_for_many_long_sequences_without_gradients(monkeypatch):
 
     assert takes(64, 257, 1664)
     assert takes(64, 257, 1792)
+    assert takes(64, 257, 1280)
+    assert not takes(64, 257, 1408)
     assert not takes(64, 257, 1664, graded=True)
     assert not takes(4, 257, 1664)
     assert not takes(400, 37, 1664)

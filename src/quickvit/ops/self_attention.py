@@ -16,14 +16,14 @@ from quickvit.ops.packing import Shapes, as_shapes, batches, pairs
 from quickvit.ops.precision import autocast
 from quickvit.ops.rows import flat, lines
 
-# Heads that come as octets: pieces of their entries are too short, or odd, for other ways.
-OCTET_HEADS = 104, 112
+# Heads that come as octets if there are no gradients: pieces of their entries are too short for other ways, or odd.
+OCTET_HEADS = 80, 104, 112
 
 
 def takes_self_attention(
     x: Tensor, heads: int, group: DihedralGroup, shapes: Shapes | None = None, *, graded: bool = True
 ) -> bool:
-    """Whether there are kernels for x: for heads of 64 or 80 on Hopper, if it is not `graded` for 104 or 112 too.
+    """Whether there are kernels for x: on Hopper for heads of 64 or 80, and if it is not `graded` for 104 or 112.
 
     And for so many features that launching them, which takes Python longer, matters little.
     """
@@ -33,9 +33,11 @@ def takes_self_attention(
     if channels == 64 * heads:
         return hopper.takes(x, 3 * channels)
     lengths = [length for _, length in shapes or (x.shape[:2],)]
-    if channels // heads in OCTET_HEADS:
-        return not graded and hopper.takes_octets(x, heads, lengths)
-    return hopper.takes_heads(x, heads, max(lengths))
+    return _takes_octets(x, heads, lengths, graded) or hopper.takes_heads(x, heads, max(lengths))
+
+
+def _takes_octets(x: Tensor, heads: int, lengths: list[int], graded: bool) -> bool:
+    return not graded and x.shape[-1] // heads in OCTET_HEADS and hopper.takes_octets(x, heads, lengths)
 
 
 def octic_self_attention(
@@ -52,7 +54,8 @@ def octic_self_attention(
 
     σ is what a norm with this ε and weight of E divides a token by, through which there are no gradients, or 1.
     """
-    if norm is not None and needs_grad(x, weight_1, weight_2, bias):
+    graded = needs_grad(x, weight_1, weight_2, bias)
+    if norm is not None and graded:
         raise ValueError("with a norm there are no gradients; call it within torch.no_grad()")
     x, weight_1, weight_2 = autocast(x, weight_1, weight_2)
     numbers, lengths = ([*of_all] for of_all in zip(*(shapes or (x.shape[:2],)), strict=True))
@@ -62,10 +65,10 @@ def octic_self_attention(
     eps, pair_weight = norm or (None, 1.0)
     operands = flat(x), weight_1, weight_2, bias, heads, numbers, lengths, eps, pair_weight
     out: Tensor
-    if x.shape[-1] == 80 * heads:
-        out, *_ = _head_attention(*operands)
-    elif x.shape[-1] // heads in OCTET_HEADS:
+    if _takes_octets(x, heads, lengths, graded):
         out = _octet_attention(*operands)
+    elif x.shape[-1] == 80 * heads:
+        out, *_ = _head_attention(*operands)
     else:
         out, *_ = _self_attention(*operands)
     return out.unflatten(0, x.shape[:-1])
