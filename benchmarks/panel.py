@@ -1,6 +1,6 @@
 """fc1 and GELU, and qkv and attention, on a Hopper: the kernel in CUDA beside what runs without it, and its parts.
 
-    python benchmarks/panel.py [--sizes large huge giant e] [--parts]
+    python benchmarks/panel.py [--sizes base large huge giant e] [--parts]
 
 Prints microseconds of a call in a CUDA graph, with 64 images, and the error of the result over that of standard
 operators, for several numbers of tokens. With --parts also the time of other forms of the kernel, and what is left of
@@ -23,9 +23,10 @@ from quickvit.ops.cuda import panel
 from quickvit.ops.triton.gelu import gelu_backward, gelu_forward
 from quickvit.ops.triton.octets import from_octets
 
-# Images and tokens, heads, channels and hidden features.
-HEADS, IMAGES = 16, 64
+# Tokens of an image, channels and hidden features.
+IMAGES = 64
 SIZES = {
+    "base": (197, 768, 3072),
     "large": (197, 1024, 4096),
     "huge": (257, 1280, 5120),
     "giant": (257, 1664, 8192),
@@ -171,7 +172,7 @@ class Attention:
 
     def __init__(self, size: str) -> None:
         self.length, self.channels, _ = SIZES[size]
-        m = self.channels // 8
+        self.heads, m = (12 if size == "base" else 16), self.channels // 8
         self.x = noise(IMAGES, self.length, self.channels).mul(self.channels**0.5)
         self.operands = noise(4, 3 * m, m), noise(1, 6 * m, 2 * m), noise(3 * m)
 
@@ -179,17 +180,17 @@ class Attention:
     def today(self) -> Tensor:
         """By the way that is taken without octets."""
         one, two, bias = self.operands
-        x, sizes = self.x.flatten(0, 1), (HEADS, [IMAGES], [self.length], None, 1.0)
+        x, sizes = self.x.flatten(0, 1), (self.heads, [IMAGES], [self.length], None, 1.0)
         ways = {64: self_attention._self_attention, 80: self_attention._head_attention}
-        if self.channels // HEADS in ways:
-            return ways[self.channels // HEADS](x, *self.operands, *sizes)[0].view(self.x.shape)
+        if self.channels // self.heads in ways:
+            return ways[self.channels // self.heads](x, *self.operands, *sizes)[0].view(self.x.shape)
         packed = linear.octic_linear(self.x, one, two)
-        return attention.octic_attention(packed, HEADS, Layout(3 * self.channels), bias, overwrite=True)
+        return attention.octic_attention(packed, self.heads, Layout(3 * self.channels), bias, overwrite=True)
 
     @torch.no_grad()
     def octets(self) -> Tensor:
         """By way of octets."""
-        sizes = HEADS, [IMAGES], [self.length]
+        sizes = self.heads, [IMAGES], [self.length]
         y = self_attention._octet_attention(self.x.flatten(0, 1), *self.operands, *sizes, None, 1.0)
         return y.view(self.x.shape)
 
@@ -242,7 +243,7 @@ def main() -> None:
         x = other.x.flatten(0, 1)
         alone = microseconds(lambda: panel.linear_octets(x, *other.operands))  # noqa: B023
         print(f"    qkv as octets {alone:.1f}, copy of a result {microseconds(other.copy()):.1f}", flush=True)
-        if size != "large":
+        if size not in ("base", "large"):
             difference = (other.octets() - other.today()).norm() / other.today().norm()
             print(f"    all {microseconds(other.octets):.1f}, difference {difference:.4f}", flush=True)
 

@@ -32,7 +32,9 @@ ROUNDING = torch.finfo(torch.bfloat16).eps / 4
         ("GRADIENT", None, False),
     ],
 )
-@pytest.mark.parametrize(("channels", "width"), [(1024, 4096), (1280, 5120), (1664, 8192), (1792, 15360)])
+@pytest.mark.parametrize(
+    ("channels", "width"), [(768, 3072), (1024, 4096), (1280, 5120), (1664, 8192), (1792, 15360)]
+)
 def test_products_go_on_and_registers_suffice(channels, width, after, bias, scaled):
     cpu, dtype = torch.device("cpu"), torch.bfloat16
     assert panel.takes_octets(cpu, dtype, channels)
@@ -92,7 +94,14 @@ def relative(found, exact):
 @needs_compiler
 @pytest.mark.parametrize(
     ("channels", "width", "tokens"),
-    [(1024, 1024, 1), (1024, 1024, 197), (1280, 768, 130), (1664, 768, 70), (1792, 512, 300)],
+    [
+        (768, 768, 130),
+        (1024, 1024, 1),
+        (1024, 1024, 197),
+        (1280, 768, 130),
+        (1664, 768, 70),
+        (1792, 512, 300),
+    ],
 )
 @pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scaled", [False, True])
@@ -240,4 +249,4 @@ def test_other_sizes_have_no_kernel():
     assert not panel.takes(cpu, torch.bfloat16, 1024, 4100)
     assert panel.takes_octets(cpu, torch.float16, 1664)
     assert not panel.takes_octets(cpu, torch.float32, 1664)
-    assert not panel.takes_octets(cpu, torch.float16, 768)
+    assert not panel.takes_octets(cpu, torch.float16, 512)

@@ -267,7 +267,7 @@ def test_hopper_has_one_kernel_for_the_linear_map_and_gelu(tokens, dtype, channe
 @pytest.mark.parametrize(
     ("kernel", "channels", "width", "dtype"),
     [
-        *(("panel", *sizes, torch.bfloat16) for sizes in ((1024, 4096), (1280, 5120))),
+        *(("panel", *sizes, torch.bfloat16) for sizes in ((768, 3072), (1024, 4096), (1280, 5120))),
         *(
             (kernel, *sizes, dtype)
             for kernel, dtype in (

@@ -31,11 +31,11 @@ from quickvit.ops.triton.launch import shared_memory
 
 # By the number of channels: whether the groups of warps have different tokens, since weights of more columns leave
 # too little room for what is on its way.
-ALONG: dict[int, bool] = {1024: False, 1280: False, 1664: True, 1792: True}
+ALONG: dict[int, bool] = {768: False, 1024: False, 1280: False, 1664: True, 1792: True}
 # Columns of each block that a group of warps has, and groups.
 N, GROUPS = 32, 2
 # Programs that share their tokens: the more, the less often these are read, but fewer may run at the same time.
-CLUSTERS: dict[int, int] = {1024: 2, 1280: 2, 1664: 4, 1792: 4}
+CLUSTERS: dict[int, int] = {768: 2, 1024: 2, 1280: 2, 1664: 4, 1792: 4}
 # What comes after the products: BOTH also writes what GELU is of, which its gradient reads.
 AFTER = "GELU", "OCTETS", "BOTH", "GRADIENT"
 # Bytes of all barriers.
