@@ -241,7 +241,7 @@ def main() -> None:
         other = Attention(size)
         print(f"{size}, qkv + attention: {microseconds(other.today):.1f} us", flush=True)
         x = other.x.flatten(0, 1)
-        alone = microseconds(lambda: panel.linear_octets(x, *other.operands))  # noqa: B023
+        alone = microseconds(lambda: panel.linear_octets(x, *other.operands, other.heads))  # noqa: B023
         print(f"    qkv as octets {alone:.1f}, copy of a result {microseconds(other.copy()):.1f}", flush=True)
         if size not in ("base", "large"):
             difference = (other.octets() - other.today()).norm() / other.today().norm()

@@ -40,7 +40,7 @@ def test_products_go_on_and_registers_suffice(channels, width, after, bias, scal
     assert panel.takes_octets(cpu, dtype, channels)
     assert panel.takes(cpu, dtype, channels, width)
     width = 3 * channels if after == "OCTETS" else width
-    source = panel.source(dtype, channels, width, after, bias, scaled, SHARED)
+    source = panel.source(dtype, channels, width, after, bias, scaled, 16, SHARED)
     _, log = library.compile_source(source, (9, 0))
     assert "Potential Performance Loss" not in log
     assert re.search(r"(\d+) bytes spill stores", log)[1] == "0"
@@ -165,10 +165,12 @@ def test_octets_are_q_k_and_v(monkeypatch, channels, tokens, dtype, bias, scaled
     )
     if bias is not None:
         products[:, : 3 * channels // 8] += operands[3].double()
-    octets = panel.linear_octets(*operands, factors)
+    octets = panel.linear_octets(*operands, heads, factors)
+    # Heads begin at multiples of 32 bytes.
+    assert octets.stride(2) % 16 == 0
     for found, feature in zip(octets, split_heads(products, None, heads, [tokens], [1]), strict=True):
         packed = found.new_empty(tokens, channels)
-        from_octets(found, packed)
+        from_octets(found.reshape(tokens, -1, 8), packed)
         exact = merge_heads([feature])
         assert relative(packed, exact) < torch.finfo(dtype).eps / 4
         # A head's entries are the same in both.

@@ -269,13 +269,13 @@ def _octet_attention(
     from quickvit.ops.triton.octets import from_octets
 
     row_scale = None if eps is None else deviation(x, eps, pair_weight)
-    octets = hopper.panel_kernels().linear_octets(x, weight_1, weight_2, bias, row_scale)
+    octets = hopper.panel_kernels().linear_octets(x, weight_1, weight_2, bias, heads, row_scale)
     out = x.new_empty(x.shape)
     for origin, shape in batches(numbers, lengths):
         tokens = slice(origin, origin + shape[0] * shape[1])
-        qkv = octets[:, tokens].reshape(3, *shape, heads, -1)
+        qkv = octets[:, tokens].unflatten(1, shape)
         result, _ = hopper.attention_kernels().attention_forward(*qkv, pairs=False)
-        from_octets(result.view(-1, *octets.shape[2:]), out[tokens])
+        from_octets(result.view(len(out[tokens]), -1, 8), out[tokens])
     return out
 
 

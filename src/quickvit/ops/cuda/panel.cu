@@ -3,7 +3,8 @@
 // Constants that are put before this file: M, F (eighths of both widths), AFTER (what comes after it: one of the names that
 // are defined as numbers), ALONG (whether the two groups of warps that multiply have different tokens; else they have
 // different columns), SLOTS (of boxes of tokens), CLUSTER, HALF (float16 in place of bfloat16), BIAS (0: none, 1: of the type
-// of x, 2: float), SCALED (whether tokens have a factor), and the polynomial of GELU. What the hardware does is in hopper.cuh.
+// of x, 2: float), SCALED (whether tokens have a factor), the polynomial of GELU, and of octets HEADS, PIECE and ROOM. What
+// the hardware does is in hopper.cuh.
 
 // Of x and of both weights, and of what is left of their irreps.
 struct Maps {
@@ -294,14 +295,17 @@ struct Before {
         }
     }
 
-    // All blocks of two columns of q, k or v, which have M columns each.
+    // All blocks of two columns of q, k or v, each of which has HEADS of PIECE columns, in the room for ROOM octets.
     __device__ __forceinline__ void store_octets(int pair) {
         const int token = row + pair / EIGHTS * 8, first = column + pair % EIGHTS * NEXT_PAIR;
         if (!inside(token, first)) return;
-        u16 *place = y + 8 * (((long long)(first / M) * tokens + token) * M + first % M);
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-            store_global(place + 8 * i, tile[i][pair], tile[2 + i][pair], tile[4 + i][pair], tile[6 + i][pair]);
+        for (int i = 0; i < 2; i++) {
+            const int heads = (first + i) / PIECE, feature = heads / HEADS;
+            const long long head = ((long long)feature * tokens + token) * HEADS + heads % HEADS;
+            u16 *place = y + 8 * (head * ROOM + (first + i) % PIECE);
+            store_global(place, tile[i][pair], tile[2 + i][pair], tile[4 + i][pair], tile[6 + i][pair]);
+        }
     }
 };
 

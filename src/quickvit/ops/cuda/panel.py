@@ -88,6 +88,7 @@ def source(
     after: str,
     bias: torch.dtype | None,
     scaled: bool,
+    heads: int,
     limit: int,
 ) -> str:
     """The kernel for these types and sizes, with or without factors of tokens, and so much shared memory."""
@@ -102,6 +103,9 @@ def source(
         "HALF": int(dtype == torch.float16),
         "BIAS": 0 if bias is None else 1 if bias == dtype else 2,
         "SCALED": int(scaled),
+        "HEADS": heads,
+        "PIECE": channels // 8 // heads,
+        "ROOM": _room(channels // 8 // heads),
     }
     # In u with z = 4√2 u; half of the polynomial, for tanh.
     constants |= {f"P{k}": f"{p * (4 * math.sqrt(2)) ** (2 * k + 1) / 2!r}f" for k, p in enumerate(LOGIT)}
@@ -123,9 +127,10 @@ def _kernel(
     after: str,
     bias: torch.dtype | None,
     scaled: bool,
+    heads: int,
 ) -> library.Kernel:
     limit = shared_memory(device)
-    text = source(dtype, channels, width, after, bias, scaled, limit)
+    text = source(dtype, channels, width, after, bias, scaled, heads, limit)
     code, _ = library.compile_source(text, torch.cuda.get_device_capability(device))
     return library.load(code, "panel", 128 * (GROUPS + 1), shared_bytes(channels, limit), CLUSTERS[channels])
 
@@ -179,13 +184,23 @@ def linear_octets(
     one: torch.Tensor,
     two: torch.Tensor,
     bias: torch.Tensor | None,
+    heads: int,
     row_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q, k, v of x[T, C] as octets [3, T, C/8, 8], with the bias of A1; one[4, 3C/8, C/8], two[1, 3C/4, C/4]."""
+    """q, k, v [3, T, H, D] of x[T, C] as octets, with the bias of A1; one[4, 3C/8, C/8], two[1, 3C/4, C/4].
+
+    Each head begins at a sector of the cache: it may have more room than it needs.
+    """
     tokens, channels = x.shape
-    out = torch.empty((3, tokens, channels // 8, 8), dtype=x.dtype, device=x.device)
-    _launch("OCTETS", x, one, two, bias, out, row_scale)
-    return out
+    piece = channels // 8 // heads
+    out = torch.empty((3, tokens, heads, _room(piece), 8), dtype=x.dtype, device=x.device)
+    _launch("OCTETS", x, one, two, bias, out, row_scale, heads=heads)
+    return out[..., :piece, :].flatten(-2)
+
+
+def _room(piece: int) -> int:
+    """Octets from a head to the next: an even number of 16 bytes."""
+    return piece + piece % 2
 
 
 def _launch(
@@ -197,6 +212,7 @@ def _launch(
     out: torch.Tensor,
     row_scale: torch.Tensor | None,
     hidden: torch.Tensor | None = None,
+    heads: int = 1,
 ) -> None:
     tokens, channels = x.shape
     if not tokens:
@@ -208,7 +224,7 @@ def _launch(
     order, box = (_in_copies, (1, 1, N, 1)) if after == "OCTETS" else (_in_order, (1, 4, 4, 2))
     with torch.cuda.device_of(x):
         dtype = None if bias is None else bias.dtype
-        kernel = _kernel(x.device, x.dtype, channels, width, after, dtype, row_scale is not None)
+        kernel = _kernel(x.device, x.dtype, channels, width, after, dtype, row_scale is not None, heads)
         tensors = (_in_place(x), (rows,)), (order(one), box), (order(two), box)
         boxes = [library.Boxes(tensor, (*box, wide)) for tensor, box in tensors for wide in (64, 32)]
         arguments: list[Any] = [

@@ -25,8 +25,12 @@ def _from_octets(octets, packed, pairs, M: tl.constexpr, PAIRS: tl.constexpr):
     values = tl.load(source, mask=inside, other=0.0).reshape([PAIRS, 2, 2, 2, 2])
     # The neighbours last: each thread has both, and writes them side by side.
     low, high = tl.split(values.permute([0, 1, 3, 4, 2]))
-    (a1, b1), (a2, b2) = _halves(low)
-    (e11, e12), (e21, e22) = _halves(high)
+    even, odd = tl.split(low)
+    a1, b1 = tl.split(even)
+    a2, b2 = tl.split(odd)
+    even, odd = tl.split(high)
+    e11, e12 = tl.split(even)
+    e21, e22 = tl.split(odd)
     token, place = pair // (M // 2), pair % (M // 2) * 2
     start = packed + (token * (8 * M) + place)[:, None] + tl.arange(0, 2)[None, :]
     tl.store(start, a1, mask=inside)
@@ -36,13 +40,6 @@ def _from_octets(octets, packed, pairs, M: tl.constexpr, PAIRS: tl.constexpr):
     start = packed + (token * (8 * M) + 4 * M + 2 * place)[:, None] + tl.arange(0, 4)[None, :]
     tl.store(start, tl.join(e11, e21).reshape([PAIRS, 4]), mask=inside)
     tl.store(start + 2 * M, tl.join(e12, e22).reshape([PAIRS, 4]), mask=inside)
-
-
-@triton.jit
-def _halves(values):
-    """What has the same place in its block of two, of four entries of each of two neighbours."""
-    even, odd = tl.split(values)
-    return tl.split(even), tl.split(odd)
 
 
 def from_octets(octets: torch.Tensor, packed: torch.Tensor) -> None:
