@@ -1,4 +1,4 @@
-"""fc1 and GELU, and qkv and attention, on a Hopper: the kernel in CUDA beside what runs without it, and its parts.
+"""fc1 and GELU, qkv and attention, and gradients of weights on a Hopper: kernels in CUDA beside what runs without.
 
     python benchmarks/panel.py [--sizes base large huge giant e] [--parts]
 
@@ -201,6 +201,24 @@ class Attention:
         return lambda: from_octets(x.view(len(x), -1, 8), y)
 
 
+def weight_gradients(problem: Mlp) -> dict[str, Callable[[], object]]:
+    """Those of each linear map, by the kernel in CUDA and by what runs without it."""
+    x, takes = problem.x, hopper.takes_sums
+    calls: dict[str, Callable[[], object]] = {}
+    for name, width in (("qkv", 3 * problem.channels), ("proj", problem.channels), ("fc1", problem.width)):
+        grad = torch.randn(len(x), width, device="cuda").bfloat16()
+
+        def today(grad: Tensor = grad) -> object:
+            hopper.takes_sums = lambda *_: False
+            result = linear.weight_grad(grad, x, 4, 1)
+            hopper.takes_sums = takes
+            return result
+
+        calls[f"{name}, in CUDA"] = lambda grad=grad: linear.weight_grad(grad, x, 4, 1)
+        calls[name] = today
+    return calls
+
+
 def forms(problem: Mlp) -> None:
     """Print times of other forms, and of parts."""
     channels = problem.channels
@@ -238,6 +256,8 @@ def main() -> None:
         hopper.GELU_KERNELS = kernels
         for name, call in problem.graded().items():
             print(f"{size}, fc1 + GELU in training, {name}: {microseconds(call):.1f} us", flush=True)
+        for name, call in weight_gradients(problem).items():
+            print(f"{size}, gradient of weights, {name}: {microseconds(call):.1f} us", flush=True)
         other = Attention(size)
         print(f"{size}, qkv + attention: {microseconds(other.today):.1f} us", flush=True)
         x = other.x.flatten(0, 1)

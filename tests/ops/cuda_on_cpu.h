@@ -80,6 +80,7 @@ static bool moved;
 static std::string trouble;
 static std::function<void()> entry;
 char memory[1];
+using std::min;
 
 #define threadIdx now->thread
 #define blockIdx now->block
@@ -204,6 +205,11 @@ static void load_tokens(u32 target, const Boxes &x, u32 barrier, int channel, in
         loads.push_back([=] { load_box(rank, target, x, barrier, {0, 0, 0, row, channel}); });
 }
 
+static void load_here(u32 target, const Boxes &x, u32 barrier, int channel, int row) {
+    const int rank = blockIdx.x % CLUSTER;
+    loads.push_back([=] { load_box(rank, target, x, barrier, {0, 0, 0, row, channel}); });
+}
+
 static void fetch_tokens(const Boxes &, int, int) {}
 
 static void load_weights(u32 target, const Boxes &weight, u32 barrier, int channel, int copy, int row, int group) {
@@ -248,6 +254,11 @@ static u32 operand(u32 address) {
     return address / 16;
 }
 
+// The highest bit says that it is such an operand.
+static u32 rows_operand(u32 address, u32 box) {
+    return address / 16 | box / 16 << 16 | 1u << 31;
+}
+
 static constexpr u32 upper(int channels) {
     return channels;
 }
@@ -264,6 +275,7 @@ static void products_wait() {
     for (; now->groups.size() > LEFT; now->groups.erase(now->groups.begin()))
         for (const auto &product : now->groups[0]) product();
     let_others();
+    moved = true;
 }
 
 template <int SIZE>
@@ -277,7 +289,11 @@ static void wgmma(float (&total)[COLUMNS / 2], u32 left, u32 right, u32 channels
     now->group.push_back([=] {
         const auto at = [&](u32 operand, int row, int channel) {
             u16 bits;
-            const u32 address = 16 * operand + row / 8 * 16 * channels + row % 8 * 2 * channels + 2 * channel;
+            u32 address = 16 * operand + row / 8 * 16 * channels + row % 8 * 2 * channels + 2 * channel;
+            if (operand >> 31) {
+                const u32 box = 16 * (operand >> 16 & 0x7FFF);
+                address = 16 * (operand & 0xFFFF) + row / channels * box + channel * 2 * channels + row % channels * 2;
+            }
             memcpy(&bits, &program->memory.at(swizzled(address, channels)), 2);
             return from_16(bits);
         };
@@ -353,6 +369,10 @@ static u32 pack(float left, float right) {
 
 static float2 unpack(u32 pair) {
     return {from_16(pair), from_16(pair >> 16)};
+}
+
+static void store_pair(float *place, float left, float right) {
+    place[0] = left, place[1] = right;
 }
 
 static void load_global(u32 (&entries)[4], const u16 *place) {

@@ -306,6 +306,24 @@ def test_hopper_has_kernels_for_gelu_and_products_before_it(
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("tokens", [1, 64, 1023, 16448])
+@pytest.mark.parametrize(
+    ("width", "channels"),
+    [(3072, 1024), (5120, 1280), (1280, 5120), (1280, 1280), (4992, 1664), (15360, 1792)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hopper_has_a_kernel_for_gradients_of_weights(width, channels, tokens, dtype, monkeypatch):
+    torch.manual_seed(0)
+    grad, x = (torch.randn(tokens, size, device=DEVICE).to(dtype) for size in (width, channels))
+    monkeypatch.setattr(hopper, "are_many", lambda entries: True)
+    assert hopper.takes_sums(*sorted((grad, x), key=lambda t: -t.shape[1]))
+    found = linear.weight_grad(grad, x, 4, 1)
+    exact = linear.weight_grad(grad.double(), x.double(), 4, 1)
+    for ours, right in zip(found, exact, strict=True):
+        assert relative(ours, right) < (2e-3 if dtype == torch.bfloat16 else 3e-4)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
 @pytest.mark.parametrize(("channels", "width"), [(1024, 4096), (1280, 5120), (1664, 8192)])
 @pytest.mark.parametrize("tokens", [64, 197, 16448])
 @pytest.mark.parametrize("size", [1e-6, 1.0])

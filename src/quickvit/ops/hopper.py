@@ -61,6 +61,13 @@ def takes_gelu_gradient(x: Tensor, width: int) -> bool:
     return _takes("panel", x.device, product_dtype(x.device) or x.dtype, x.shape[-1], width)
 
 
+def takes_sums(a: Tensor, b: Tensor) -> bool:
+    """Whether there is a kernel for gradients of weights between a and b, the narrower, which are many features."""
+    if not a.is_cuda or a.dtype != b.dtype or not are_many(a.numel()):
+        return False
+    return _takes("sums", a.device, a.dtype, a.shape[1] // 8, b.shape[1] // 8)
+
+
 def takes_attention(q: Tensor, *, graded: bool) -> bool:
     """Whether kernels take attention of q, k, v [B, N, H, D], `graded` with its gradient: many long sequences."""
     if not q.is_cuda or not are_many(q.numel()):
@@ -132,6 +139,11 @@ def panel_kernels() -> ModuleType:
     return _module("panel")
 
 
+def sums_kernels() -> ModuleType:
+    """The kernel for the gradient of weights."""
+    return _module("sums")
+
+
 def plane_gelu_kernels() -> ModuleType:
     """The kernel for GELU and the products of E before it."""
     return _module("hopper_plane_gelu")
@@ -153,7 +165,7 @@ def heads_kernels() -> ModuleType:
 
 
 def _module(name: str) -> ModuleType:
-    return import_module(f"quickvit.ops.{'cuda' if name == 'panel' else 'triton'}.{name}")
+    return import_module(f"quickvit.ops.{'cuda' if name in ('panel', 'sums') else 'triton'}.{name}")
 
 
 @torch.compiler.assume_constant_result

@@ -57,7 +57,16 @@ __device__ __forceinline__ void cluster_meet() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// A box of tokens for all multiprocessors of the cluster.
+// A box of tokens.
+__device__ __forceinline__ void load_here(u32 target, const Boxes &x, u32 barrier, int channel, int row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
+        "l"(&x), "r"(barrier), "r"(channel), "r"(row), "l"(KEEP)
+        : "memory");
+}
+
+// One for all multiprocessors of the cluster.
 __device__ __forceinline__ void load_tokens(u32 target, const Boxes &x, u32 barrier, int channel, int row) {
 #if CLUSTER > 1
     asm volatile(
@@ -66,11 +75,7 @@ __device__ __forceinline__ void load_tokens(u32 target, const Boxes &x, u32 barr
         "l"(&x), "r"(barrier), "r"(channel), "r"(row), "h"((unsigned short)((1 << CLUSTER) - 1)), "l"(KEEP)
         : "memory");
 #else
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
-        "l"(&x), "r"(barrier), "r"(channel), "r"(row), "l"(KEEP)
-        : "memory");
+    load_here(target, x, barrier, channel, row);
 #endif
 }
 
@@ -105,6 +110,11 @@ __device__ __forceinline__ void fewer_registers() {
 // What a product reads at an address: the two halves of its description, for rows of so many channels.
 __device__ __forceinline__ u32 operand(u32 address) {
     return address / 16 | 1 << 16;
+}
+
+// The same where the rows of the operand are columns of boxes of so many bytes, eight tokens after eight.
+__device__ __forceinline__ u32 rows_operand(u32 address, u32 box) {
+    return address / 16 | box / 16 << 16;
 }
 
 __device__ constexpr u32 upper(int channels) {
@@ -233,4 +243,8 @@ __device__ __forceinline__ void store_global(u16 *place, u32 a, u32 b, u32 c, u3
     asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(place), "r"(a), "r"(b), "r"(c),
                  "r"(d), "l"(PASS)
                  : "memory");
+}
+
+__device__ __forceinline__ void store_pair(float *place, float left, float right) {
+    *(float2 *)place = {left, right};
 }

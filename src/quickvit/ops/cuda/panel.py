@@ -63,9 +63,9 @@ def _slots(channels: int, limit: int) -> int:
     return max(limit - REST - _panel(channels), 0) // (2 * 64 * _rows(channels))
 
 
-def _products(columns: int, kind: str) -> str:
-    """wgmma of 64 rows, 16 channels and so many columns, as a function."""
-    count = columns // 2
+def _products(columns: int, kind: str, *, transposed: bool = False) -> str:
+    """wgmma of 64 rows, 16 channels and so many columns, of operands or transposed ones, as a function."""
+    count, turn = columns // 2, int(transposed)
     entries = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(total[{i}])' for i in range(count))
     return f"""
@@ -75,7 +75,7 @@ template <> __device__ __forceinline__ void wgmma<{columns}>(
         "mov.b64 left, {{%{count}, %{count + 2}}};\\nmov.b64 right, {{%{count + 1}, %{count + 2}}};\\n"
         "setp.ne.b32 more, %{count + 3}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
-        "{{{entries}}}, left, right, more, 1, 1, 0, 0;}}"
+        "{{{entries}}}, left, right, more, 1, 1, {turn}, {turn};}}"
         : {outputs} : "r"(left), "r"(right), "r"(upper), "r"(more));
 }}
 """
