@@ -5,6 +5,7 @@ import runpy
 import shlex
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,3 +87,20 @@ def test_evaluations_can_be_asked_for(protocol):
     chosen = options["roads" if protocol == "segmentation" else "cells"]
     parse(["eval", protocol, "MODEL", *shlex.split(chosen.replace("$pbc", "A").replace("$camvid", "B"))])
     assert f"eval {protocol}" in script or protocol in re.search(r"for protocol in (.*);", script)[1].split()
+
+
+def test_tiles_of_a_kernel_are_timed_beside_its_own(monkeypatch, capsys):
+    names = runpy.run_path(str(SCRIPTS / "tiles.py"))["main"].__globals__
+    chosen = [SimpleNamespace(label=label, name="octic") for label in ("GELU", "norm")]
+    chosen.append(SimpleNamespace(label="GELU", name="standard"))
+    of = {"GELU": {"gelu forward 8x4": (512, 4)}, "norm": {"norm 8": (2, 2)}}
+    monkeypatch.setitem(names, "operators", lambda shape, settings: chosen)
+    monkeypatch.setitem(names, "measure_ceilings", lambda settings: None)
+    monkeypatch.setitem(names, "asked", lambda operator, settings: of[operator.label])
+    # A tile of 8 warps does not compile.
+    monkeypatch.setitem(
+        names, "timed", lambda operator, kernel, tiles, *_: {t: t[0] / 1e3 for t in tiles if t[1] < 8}
+    )
+    monkeypatch.setattr("sys.argv", ["tiles.py", "gelu", "1024,4", "64,8", "--sizes", "huge"])
+    names["main"]()
+    assert capsys.readouterr().out == "huge GELU, gelu forward 8x4: (512, 4) 512.0, (1024, 4) 1024.0\n"

@@ -42,7 +42,7 @@ def tune(settings: Settings, ceilings: Ceilings, shapes: Sequence[Shape]) -> Ite
     for shape in shapes:
         for operator in operators(shape, settings):
             if operator.name == "octic":
-                for kernel, tile in _asked(operator, settings).items():
+                for kernel, tile in asked(operator, settings).items():
                     if kernel not in done:
                         done.add(kernel)
                         found = _search(operator, kernel, tile, settings, ceilings)
@@ -59,11 +59,11 @@ def neighbours(tile: Tile) -> list[Tile]:
     return found
 
 
-def _asked(operator: Operator, settings: Settings) -> dict[str, Tile]:
+def asked(operator: Operator, settings: Settings) -> dict[str, Tile]:
     """The kernels that an operator launches, with their tiles."""
-    with requests() as asked:
+    with requests() as found:
         operator.build(settings)()
-    return dict(asked)
+    return dict(found)
 
 
 def _search(
@@ -74,7 +74,7 @@ def _search(
     best = tile
     for _ in range(MAX_STEPS):
         new = [candidate for candidate in (best, *neighbours(best)) if candidate not in times]
-        times |= _times(operator, kernel, new, settings, ceilings)
+        times |= timed(operator, kernel, new, settings, ceilings)
         if not times:
             logger.warning(
                 "%s runs neither with the tile %s nor with a neighbour, so it keeps it", kernel, tile
@@ -87,7 +87,7 @@ def _search(
     return Tuned(kernel, tile, best, times.get(tile), times[best])
 
 
-def _times(
+def timed(
     operator: Operator, kernel: str, tiles: Sequence[Tile], settings: Settings, ceilings: Ceilings
 ) -> dict[Tile, float]:
     """Milliseconds of the operator with each tile; none for tiles that cannot be compiled or do not fit."""
