@@ -9,11 +9,11 @@ import argparse
 
 import torch
 
-from quickvit.bench.operators import operators
+from quickvit.bench.operators import Operator, operators
 from quickvit.bench.suite import COARSE
 from quickvit.bench.timing import Settings, measure_ceilings
 from quickvit.bench.tune import asked, timed
-from quickvit.bench.work import Shape
+from quickvit.bench.work import Ceilings, Shape
 from quickvit.ops.tiles import Tile
 
 
@@ -34,15 +34,39 @@ def main() -> None:
     options = parser.parse_args()
     settings = Settings(torch.device("cuda"), torch.bfloat16, options.batch, repeats=5)
     ceilings = measure_ceilings(settings)
+    names = set()
     for size in options.sizes:
         shape = Shape(size, 16 if size in COARSE else 14)
         for operator in operators(shape, settings):
             launched = asked(operator, settings).items() if operator.name == "octic" else ()
+            names |= {kernel for kernel, _ in launched}
             for kernel, now in launched:
                 if kernel.startswith(options.kernel):
-                    found = timed(operator, kernel, [now, *options.tiles], settings, ceilings)
-                    times = ", ".join(f"{each} {1e3 * ms:.1f}" for each, ms in found.items())
-                    print(f"{size} {operator.label}, {kernel}: {times}", flush=True)
+                    compare(
+                        f"{size} {operator.label}", operator, kernel, now, options.tiles, settings, ceilings
+                    )
+    if not any(name.startswith(options.kernel) for name in names):
+        parser.error(f"no kernel is called {options.kernel!r}; expected one of {', '.join(sorted(names))}")
+
+
+def compare(
+    place: str,
+    operator: Operator,
+    kernel: str,
+    now: Tile,
+    others: list[Tile],
+    settings: Settings,
+    ceilings: Ceilings,
+) -> None:
+    """Print the times of an operator, or that it does not run."""
+    for other in others:
+        if len(other) != len(now):
+            raise SystemExit(f"a tile of {kernel!r} has {len(now)} numbers, as {now}; got {other}")
+    found = timed(operator, kernel, [now, *others], settings, ceilings)
+    times = (f"{found[t] * 1e3:.1f}" if t in found else "does not run" for t in (now, *others))
+    print(
+        f"{place}, {kernel}: {', '.join(f'{t} {time}' for t, time in zip((now, *others), times, strict=True))}"
+    )
 
 
 if __name__ == "__main__":

@@ -103,4 +103,12 @@ def test_tiles_of_a_kernel_are_timed_beside_its_own(monkeypatch, capsys):
     )
     monkeypatch.setattr("sys.argv", ["tiles.py", "gelu", "1024,4", "64,8", "--sizes", "huge"])
     names["main"]()
-    assert capsys.readouterr().out == "huge GELU, gelu forward 8x4: (512, 4) 512.0, (1024, 4) 1024.0\n"
+    times = "(512, 4) 512.0, (1024, 4) 1024.0, (64, 8) does not run"
+    assert capsys.readouterr().out == f"huge GELU, gelu forward 8x4: {times}\n"
+    monkeypatch.setattr("sys.argv", ["tiles.py", "gelu", "1024,4,2", "--sizes", "huge"])
+    with pytest.raises(SystemExit, match=r"has 2 numbers, as \(512, 4\); got \(1024, 4, 2\)"):
+        names["main"]()
+    monkeypatch.setattr("sys.argv", ["tiles.py", "relu", "1024,4", "--sizes", "huge"])
+    with pytest.raises(SystemExit):
+        names["main"]()
+    assert "no kernel is called 'relu'; expected one of gelu forward 8x4, norm 8" in capsys.readouterr().err
