@@ -12,19 +12,8 @@ from torch._subclasses import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quickvit.ops import hopper as switch
 from quickvit.ops import tiles
-from quickvit.ops.triton import (
-    attention,
-    convert,
-    deviation,
-    gelu,
-    heads,
-    norm,
-    octets,
-    weight_gradient,
-    whole_head,
-)
+from quickvit.ops.triton import attention, convert, deviation, gelu, heads, norm, weight_gradient, whole_head
 
 # Bytes that a program may have, by compute capability.
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -52,9 +41,7 @@ def prepare(capability):
     torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
     torch.cuda.get_device_name = lambda device: "none"
     tiles.stored = lambda gpu: {}
-    # Its kernels come apart from the others.
-    switch._is_known = lambda device: False
-    for module in (attention, convert, deviation, gelu, heads, norm, octets, weight_gradient, whole_head):
+    for module in (attention, convert, deviation, gelu, heads, norm, weight_gradient, whole_head):
         module.traced = Recorder
         for name, value in (("multiprocessors", 108), ("shared_memory", limit)):
             if hasattr(module, name):
@@ -86,7 +73,6 @@ def launch(length, width, number, hidden):
     convert.convert([gain, factors], x.dtype)
     convert.convert([bias], gain.dtype)
     deviation.deviation(x, 1e-6)
-    octets.from_octets(x.view(tokens, m, 8), y)
     gelu.gelu_forward(features, hidden_bias, features)
     gelu.gelu_forward(features, hidden_bias, features, factors)
     gelu.gelu_backward(features, features, hidden_bias)
@@ -149,17 +135,15 @@ def hopper(limit):
     from quickvit.ops.triton import hopper_gelu as with_gelu
     from quickvit.ops.triton import hopper_gradient as of_heads_grad
     from quickvit.ops.triton import hopper_heads as to_heads
-    from quickvit.ops.triton import hopper_plane_gelu as planes
 
     triton.runtime.driver.set_active(Driver())
     kernels._octic_linear = Compiler(kernels._octic_linear)
     with_gelu._linear_gelu = Compiler(with_gelu._linear_gelu)
-    planes._plane_gelu = Compiler(planes._plane_gelu)
     to_heads._linear_heads = Compiler(to_heads._linear_heads)
     of_heads._attention = Compiler(of_heads._attention)
     of_heads_grad._attention_gradient = Compiler(of_heads_grad._attention_gradient)
     kernels.shared_memory = of_heads.shared_memory = lambda device: limit
-    for module in (kernels, with_gelu, planes, to_heads, of_heads):
+    for module in (kernels, with_gelu, to_heads, of_heads):
         module.multiprocessors = lambda device: 132
     LAUNCHES.clear()
     for width in (768, 1024):
@@ -181,12 +165,6 @@ def hopper(limit):
             with_gelu.linear_gelu(x, one, two, torch.empty(width // 2), y)
             with_gelu.linear_gelu(x, one, two, None, y)
             with_gelu.linear_gelu(x, one, two, torch.empty(width // 2), y, (1e-6, 1.0))
-    for width, hidden in ((1664, 8192), (1792, 15360)):
-        for dtype in (torch.bfloat16, torch.float16):
-            x, y = torch.empty(1, width, dtype=dtype), torch.empty(1, hidden, dtype=dtype)
-            two = torch.empty(1, hidden // 4, width // 4, dtype=dtype)
-            planes.plane_gelu(x, two, torch.empty(hidden // 8), y)
-            planes.plane_gelu(x, two, None, y, torch.empty(1))
     for dtype in (torch.bfloat16, torch.float16):
         x, one, two = (torch.empty(shape, dtype=dtype) for shape in ((1, 1280), (4, 480, 160), (1, 960, 320)))
         to_heads.linear_heads(x, one, two, torch.empty(480))

@@ -10,15 +10,7 @@ from gluon_on_cpu import OnCpu
 from quickvit.layers import OcticBlock, folded
 from quickvit.ops import hopper as switch
 from quickvit.ops import mlp, self_attention
-from quickvit.ops.triton import (
-    deviation,
-    gelu,
-    hopper,
-    hopper_attention,
-    hopper_gelu,
-    hopper_heads,
-    hopper_plane_gelu,
-)
+from quickvit.ops.triton import deviation, gelu, hopper, hopper_attention, hopper_gelu, hopper_heads
 from quickvit.testing import randomize
 
 HOPPER = 227 * 1024
@@ -38,7 +30,6 @@ def launched(monkeypatch):
         (hopper, "_octic_linear"),
         (hopper_attention, "_attention"),
         (hopper_gelu, "_linear_gelu"),
-        (hopper_plane_gelu, "_plane_gelu"),
         (hopper_heads, "_linear_heads"),
     ):
         monkeypatch.setattr(module, name, OnCpu(getattr(module, name)))
@@ -51,27 +42,20 @@ def launched(monkeypatch):
         (gelu, "gelu_forward"),
         (hopper, "linear_heads"),
         (hopper_gelu, "linear_gelu"),
-        (hopper_plane_gelu, "plane_gelu"),
         (hopper_heads, "linear_heads"),
     ):
         watch(module, name)
     monkeypatch.setattr(folded, "_has_kernels", lambda x, group: True)
-    monkeypatch.setattr(folded, "takes_self_attention", lambda x, *_, **__: x.shape[-1] in (1024, 1280))
-    monkeypatch.setattr(
-        switch,
-        "gelu_kernel",
-        lambda x, *_, **__: {384: "hopper_plane_gelu", 1024: "hopper_gelu", 1280: "hopper_gelu"}.get(
-            x.shape[-1]
-        ),
-    )
+    monkeypatch.setattr(folded, "takes_self_attention", lambda x, *_: x.shape[-1] in (1024, 1280))
+    monkeypatch.setattr(switch, "launches_gelu", lambda x, *_, **__: x.shape[-1] in (1024, 1280))
     monkeypatch.setattr(mlp, "kernels", lambda x, name: gelu)
     for module in (mlp, self_attention):
         monkeypatch.setattr(module, "deviation", lambda *arguments: deviation.deviation(*arguments))
     return calls
 
 
-# Heads of 64 and of 80, whose sequences may be too short for the kernel of Hopper; a width at which one kernel has
-# GELU and half of fc1; and one without such kernels, whose hidden features exist in two parts.
+# Heads of 64 and of 80, whose sequences may be too short for the kernel of Hopper; and a width without such kernels,
+# whose hidden features exist in two parts.
 @pytest.mark.parametrize(
     ("width", "shapes", "expected"),
     [
@@ -79,7 +63,6 @@ def launched(monkeypatch):
         (1024, ((2, 19), (3, 7)), ["deviation", "linear_heads", "linear_gelu"]),
         (1280, ((2, 70),), ["linear_heads", "linear_gelu"]),
         (1280, ((1, 70), (3, 5)), ["linear_heads", "deviation", "linear_gelu"]),
-        (384, ((3, 19),), ["deviation", "plane_gelu"]),
         (208, ((3, 19),), 2 * ["deviation", "gelu_forward"]),
     ],
 )

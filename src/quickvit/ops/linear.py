@@ -122,13 +122,6 @@ def products(
                 _multiply(xs, w.T.expand(2, -1, -1), ys, add)
 
 
-def line_products(x: Tensor, weight_1: Tensor, out: Tensor) -> None:
-    """Write the map of x [T, C] in irreps of one dimension to out [T, F], and leave the rest of that as it is."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    x_one, y_one = (_views(tensor, 4, 1)[0] for tensor in (x, out))
-    _multiply(x_one, weight_1.mT, y_one, False)
-
-
 def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     """Write a b to out, or add it: matrices, or batches of them."""
     write, more = (torch.mm, torch.addmm) if a.ndim == 2 else (torch.bmm, torch.baddbmm)

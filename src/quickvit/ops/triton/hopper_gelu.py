@@ -41,7 +41,7 @@ STAGES = gl.constexpr(4)
 CHUNK = gl.constexpr(32)
 # Warps that apply GELU, registers of a thread of these, and of one that loads.
 WARPS = gl.constexpr(16)
-SOME, FEW = gl.constexpr(64), gl.constexpr(24)
+_SOME, _FEW = gl.constexpr(64), gl.constexpr(24)
 
 # Φ(z) ≈ σ(p(z)) = (1 + tanh(p(z) / 2)) / 2 with an odd polynomial p of degree 3, found like that of `gelu.py`. Its
 # error of GELU is 2.7e-4, that of the hardware's tanh 2.4e-4 z; the rounding of bfloat16 is up to 2e-3 z.
@@ -73,7 +73,6 @@ def _load_weights(one, two, weights, tiles, F: gl.constexpr, M: gl.constexpr):
 def _multiply(tokens, weights, box, tiles, F: gl.constexpr, M: gl.constexpr):
     """The products of one tile after the other, each left in the box for GELU."""
     x, tokens_full, tokens_empty = tokens
-    blocks, box_full, _ = box
     TILES: gl.constexpr = F // COLUMNS
     PIECES: gl.constexpr = M // x.shape[2]
     first, last = share(tiles)
@@ -93,8 +92,7 @@ def _multiply(tokens, weights, box, tiles, F: gl.constexpr, M: gl.constexpr):
             e1, e2 = warpgroup_mma_wait(0, deps=(e1, e2))
             mbarrier.arrive(weights[2].index((turn - 1) % STAGES), count=1)
             mbarrier.arrive(tokens_empty, count=1, pred=tile + 1 >= end)
-            leave_twos((blocks[4], blocks[5], blocks[6], blocks[7]), e1, e2)
-            mbarrier.arrive(box_full, count=1)
+            _leave_twos(box, e1, e2)
             times ^= 1
         phase ^= 1
 
@@ -111,14 +109,16 @@ def _leave_ones(box, times, a1, a2, b1, b2):
 
 
 @gluon.jit
-def leave_twos(blocks, e1, e2):
-    """Leave both copies of both components of E."""
+def _leave_twos(box, e1, e2):
+    """Leave the rest of a tile, and say that it is full."""
+    blocks, full, _ = box
     e11, e21 = copies_of(e1)
     e12, e22 = copies_of(e2)
-    blocks[0].store(e11.to(blocks[0].dtype))
-    blocks[1].store(e21.to(blocks[0].dtype))
-    blocks[2].store(e12.to(blocks[0].dtype))
-    blocks[3].store(e22.to(blocks[0].dtype))
+    blocks[4].store(e11.to(blocks[0].dtype))
+    blocks[5].store(e21.to(blocks[0].dtype))
+    blocks[6].store(e12.to(blocks[0].dtype))
+    blocks[7].store(e22.to(blocks[0].dtype))
+    mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
@@ -172,13 +172,15 @@ def _activate(
 ):
     """GELU of one tile after the other, some rows after the others, stored to y, which has so many tokens."""
     TILES: gl.constexpr = F // COLUMNS
+    FAST: gl.constexpr = y.dtype.element_ty == gl.bfloat16
     blocks, full, empty = box
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
     lane = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     line = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout))
     chunks = ()
     for block in gl.static_range(BLOCKS):
-        chunks += (in_chunks(blocks[block]),)
+        memory = blocks[block]
+        chunks += (view_as(memory, memory.dtype, [ROWS // CHUNK, CHUNK, COLUMNS], memory.layout),)
     first, last = share(tiles)
     phase = 0
     one = gl.full((CHUNK,), 1.0, gl.float32, layout=gl.SliceLayout(1, layout))
@@ -195,37 +197,23 @@ def _activate(
         place = y + (row + line).to(gl.int64)[:, None] * (BLOCKS * F) + (column + lane)[None, :]
         mbarrier.wait(full, phase)
         for chunk in range(ROWS // CHUNK):
-            factor = None
             if EPS is not None:
                 factor = gl.where(chunk == 0, factors[0], factors[1])
+            values = ()
+            for block in gl.static_range(BLOCKS):
+                value = chunks[block].index(chunk).load(layout).to(gl.float32)
+                if EPS is not None:
+                    value *= factor[:, None]
+                if block == 0:
+                    value += shift[None, :]
+                values += (value,)
+            results = _gelu_of_octet(values, FAST)
             inside = (row + chunk * CHUNK + line < count)[:, None]
-            activate_rows(chunks, chunk, factor, shift, place, inside, layout, F)
+            for block in gl.static_range(BLOCKS):
+                gl.store(place + block * F, results[block].to(y.dtype.element_ty), mask=inside)
             place += CHUNK * BLOCKS * F
         mbarrier.arrive(empty, count=1)
         phase ^= 1
-
-
-@gluon.jit
-def in_chunks(memory):
-    """A block of a tile as chunks of its rows."""
-    return view_as(memory, memory.dtype, [ROWS // CHUNK, CHUNK, COLUMNS], memory.layout)
-
-
-@gluon.jit
-def activate_rows(chunks, chunk, factor, shift, place, inside, LAYOUT: gl.constexpr, F: gl.constexpr):
-    """Store GELU of a chunk of the rows of a tile, multiplied by factors if there are any, with a bias of A1."""
-    FAST: gl.constexpr = place.dtype.element_ty == gl.bfloat16
-    values = ()
-    for block in gl.static_range(BLOCKS):
-        value = chunks[block].index(chunk).load(LAYOUT).to(gl.float32)
-        if factor is not None:
-            value *= factor[:, None]
-        if block == 0:
-            value += shift[None, :]
-        values += (value,)
-    results = _gelu_of_octet(values, FAST)
-    for block in gl.static_range(BLOCKS):
-        gl.store(place + block * F, results[block].to(place.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
@@ -251,12 +239,12 @@ def _factors(tokens, begins, before, EPS: gl.constexpr, PAIR_WEIGHT: gl.constexp
 
 
 @gluon.jit
-def new_box(dtype: gl.constexpr, NUMBER: gl.constexpr):
-    """Shared memory for blocks of a tile, each by itself: the compiler sees that they do not overlap."""
+def _allocate_box(dtype: gl.constexpr):
+    """Shared memory for the eight blocks of a tile, each by itself: the compiler sees that they do not overlap."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     blocks = ()
-    for _ in gl.static_range(NUMBER):
+    for _ in gl.static_range(BLOCKS):
         blocks += (gl.allocate_shared_memory(dtype, [ROWS, COLUMNS], layout),)
     full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
@@ -282,7 +270,7 @@ def _linear_gelu(
     """y of x, which have so many tokens; F and M are eighths of their widths. EPS is None where there is no norm."""
     tokens = new_tokens(x, BLOCKS * M, 1 if EPS is None else 2)
     weights = new_weights(x.dtype, COLUMNS, x.block_type.shape[1], STAGES)
-    box = new_box(x.dtype, BLOCKS)
+    box = _allocate_box(x.dtype)
     gl.warp_specialize(
         [
             (_multiply, (tokens, weights, box, tiles, F, M)),
@@ -291,7 +279,7 @@ def _linear_gelu(
             (load_tokens, (x, tokens, tiles, F // COLUMNS)),
         ],
         [WARPS, 1, 1],
-        [SOME, FEW, FEW],
+        [_SOME, _FEW, _FEW],
     )
 
 

@@ -123,10 +123,10 @@ def ones(x, weights, turn):
         stage = turn % STAGES
         mbarrier.wait(full.index(stage), turn // STAGES & 1)
         more = piece > 0
-        a1 = begin(x.index(piece), ring.index(4 * stage), a1, more)
-        a2 = begin(x.index(PIECES + piece), ring.index(4 * stage + 1), a2, more)
-        b1 = begin(x.index(2 * PIECES + piece), ring.index(4 * stage + 2), b1, more)
-        b2 = begin(x.index(3 * PIECES + piece), ring.index(4 * stage + 3), b2, more)
+        a1 = _begin(x.index(piece), ring.index(4 * stage), a1, more)
+        a2 = _begin(x.index(PIECES + piece), ring.index(4 * stage + 1), a2, more)
+        b1 = _begin(x.index(2 * PIECES + piece), ring.index(4 * stage + 2), b1, more)
+        b2 = _begin(x.index(3 * PIECES + piece), ring.index(4 * stage + 3), b2, more)
         a1, a2, b1, b2 = warpgroup_mma_wait(4, deps=(a1, a2, b1, b2))
         mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1, pred=more)
         turn += 1
@@ -149,8 +149,8 @@ def twos(x, weights, turn):
         for half in gl.static_range(2):
             left = 4 * PIECES + 2 * piece + half
             right = copies.index(2 * stage + half)
-            e1 = begin(x.index(left), right, e1, piece + half > 0)
-            e2 = begin(x.index(left + 2 * PIECES), right, e2, piece + half > 0)
+            e1 = _begin(x.index(left), right, e1, piece + half > 0)
+            e2 = _begin(x.index(left + 2 * PIECES), right, e2, piece + half > 0)
         e1, e2 = warpgroup_mma_wait(4, deps=(e1, e2))
         mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
         turn += 1
@@ -158,8 +158,7 @@ def twos(x, weights, turn):
 
 
 @gluon.jit
-def begin(left, right, total, more):
-    """Begin a product, which is added to the total if there is `more` than it."""
+def _begin(left, right, total, more):
     return warpgroup_mma(left, right.permute((1, 0)), total, use_acc=more, is_async=True)
 
 

@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from quickvit.ops import hopper
 from quickvit.ops.tiles import tile
 from quickvit.ops.triton.launch import multiprocessors, shared_memory, traced
 
@@ -173,17 +172,11 @@ def _sum_rows(
 
 def takes(grad: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether this is the fastest way known for grad[T, F] and x[T, C] of D8, and there is room for it."""
-    if hopper.takes_sums(*_wide_first(grad, x)):
-        return True
     narrower = min(grad.shape[1], x.shape[1]) // 8
     if not grad.is_cuda or x.element_size() != 2 or narrower not in TILES:
         return False
     own, wide, rest, step, _, stages, _ = TILES[narrower]
     return 2 * stages * step * (own + wide + rest) <= shared_memory(grad.device)
-
-
-def _wide_first(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return (x, grad) if grad.shape[1] < x.shape[1] else (grad, x)
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,16 +190,7 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, 
     if not tokens:
         return weight_1.zero_(), weight_2.zero_()
     turned = rows < columns
-    a, b = _wide_first(grad, x)
-    a_width, b_width = max(rows, columns), min(rows, columns)
-    if hopper.takes_sums(a, b):
-        kernels = hopper.sums_kernels()
-        programs = kernels.CLUSTER * kernels.items(a_width, b_width)
-        steps, slices = _slices(tokens, kernels.STEP, multiprocessors(x.device) // programs)
-        partial = torch.empty((slices, 12 * rows * columns), dtype=torch.float32, device=x.device)
-        kernels.partial_sums(a, b, partial, steps)
-        _add_slices(partial, weight_1, weight_2, a_width, b_width, turned)
-        return weight_1, weight_2
+    (a, a_width), (b, b_width) = ((x, columns), (grad, rows)) if turned else ((grad, rows), (x, columns))
     own, wide, rest, step, warps, stages, per_multiprocessor = tile(
         "weight gradient",
         (rows, columns, tokens, x.element_size()),
@@ -217,8 +201,11 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, 
         blocks * triton.cdiv(k * a_width, own) * triton.cdiv(k * b_width, wide + rest)
         for blocks, k in ((4, 1), (2, 2))
     )
-    steps, slices = _slices(tokens, step, per_multiprocessor * multiprocessors(x.device) // items)
+    slices = max(1, per_multiprocessor * multiprocessors(x.device) // items)
+    steps = triton.cdiv(triton.cdiv(tokens, step), slices)
+    slices = triton.cdiv(triton.cdiv(tokens, step), steps)
     partial = torch.empty((slices, 12 * rows * columns), dtype=torch.float32, device=x.device)
+    sum_step, block, sum_warps = SUM_TILE
     with torch.cuda.device_of(x):
         traced(_partial_sums)[(slices * items,)](
             a,
@@ -239,38 +226,19 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, 
             num_warps=warps,
             num_stages=stages,
         )
-    _add_slices(partial, weight_1, weight_2, a_width, b_width, turned)
-    return weight_1, weight_2
-
-
-def _slices(tokens: int, step: int, most: int) -> tuple[int, int]:
-    """Steps of tokens of a slice, and slices."""
-    steps = triton.cdiv(triton.cdiv(tokens, step), max(1, most))
-    return steps, triton.cdiv(triton.cdiv(tokens, step), steps)
-
-
-def _add_slices(
-    partial: torch.Tensor,
-    weight_1: torch.Tensor,
-    weight_2: torch.Tensor,
-    a_width: int,
-    b_width: int,
-    turned: bool,
-) -> None:
-    step, block, warps = SUM_TILE
-    with torch.cuda.device_of(partial):
-        traced(_sum_slices)[(triton.cdiv(8 * a_width * b_width, block),)](
+        traced(_sum_slices)[(triton.cdiv(8 * rows * columns, block),)](
             partial,
             weight_1,
             weight_2,
-            len(partial),
+            slices,
             A=a_width,
             B=b_width,
             TURNED=turned,
-            STEP=step,
+            STEP=sum_step,
             BLOCK=block,
-            num_warps=warps,
+            num_warps=sum_warps,
         )
+    return weight_1, weight_2
 
 
 def bias_gradient(grad: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
