@@ -79,7 +79,7 @@ def add_bench(bench):
             }
             for case, name, ratio, more in (row if len(row) == 4 else (*row, {}) for row in rows)
         ]
-        settings = {"batch": 64, "compile": "none"}
+        settings = {"batch": 64, "compile": "default"}
         record = {"benchmark": benchmark, "settings": settings, "results": results, **SURROUNDINGS, **changes}
         path = bench / f"{file}.json"
         path.write_text(json.dumps(record), encoding="utf-8")

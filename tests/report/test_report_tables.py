@@ -118,7 +118,7 @@ class TestSpeed:
             "1.90×",
             "1.32×",
         )
-        assert row["on"] == "A GPU, bfloat16, batch 64, eager"
+        assert row["on"] == "A GPU, bfloat16, batch 64, compiled default"
         assert cells(table, model="ViT-Base/16", family="d8")["speed-up paper"] == "–"
         assert cells(table, model="ViT-Huge/14", family="h8")["speed-up here"] == NOT_RUN
         assert cells(table, model="ViT-Huge/14", family="h8")["speed-up paper"] == "1.16×"

@@ -50,7 +50,7 @@ def test_a_measurement(bench, add_bench):
     results = read_results(bench)
     ((measurement, row),) = results.measured("model")
     assert (row.name, row.ratio, row.memory_mib) == ("d8", 1.9, None)
-    assert (measurement.batch, measurement.compile) == ("64", "none")
+    assert (measurement.batch, measurement.compile) == ("64", "default")
     assert not list(results.measured("train"))
 
 

@@ -103,8 +103,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
     pos_grid: side of the square grid on which positions are learned; the image's own by default.
     lift: "octic", or "free" for the paper's ablation without symmetry in the patch embedding (h8 and h2).
     released_norm: the layer norm that the authors' released weights were trained with.
-    released_init: octic weights start with the standard deviation 0.02 of standard ones, as in the released code,
-        instead of one that gives their outputs the same variance.
+    released_init: weights of octic linear layers start with the standard deviation 0.02 of standard ones, as in the
+        released code, instead of one that gives their outputs the same variance.
     """
 
     def __init__(

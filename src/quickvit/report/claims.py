@@ -18,9 +18,11 @@ from quickvit.report.rules import (
     faster,
     full_precision,
     half_depth,
+    hybrid_saving,
     large_scale,
     linear_saving,
     loses,
+    memory_falls,
     model_saving,
     speed_grows,
     unchanged,
@@ -58,6 +60,12 @@ CLAIMS = (
         model_saving,
     ),
     Claim(
+        "i8 and h8 of size H need 40 % fewer FLOPs than ViT.",
+        "fig:computational_savings",
+        "imagenet",
+        hybrid_saving,
+    ),
+    Claim(
         "For one image, octic layers have the higher arithmetic intensity from C ≈ 3200 on.",
         "appendix:arithmetic-intensity",
         "linear-layers",
@@ -72,6 +80,12 @@ CLAIMS = (
     Claim("Their speed-up grows with their size.", "tab:vit-scale", "forward-speed", speed_grows),
     Claim(
         "They train faster, too.", "tab:training-speed", "training-speed", faster("train", TRAINING, OCTIC)
+    ),
+    Claim(
+        "They need less memory for inference, the larger they are the less.",
+        "tab:vit-scale",
+        "memory",
+        memory_falls,
     ),
     Claim(
         "In full precision octic layers gain more than in half precision.",

@@ -67,7 +67,7 @@ def accuracy_flops(results: Results) -> Drawing:
         "accuracy-flops",
         "Accuracy against FLOPs",
         "On ImageNet-1K the paper's classifiers (tab:deit), elsewhere ours: mean and standard deviation over seeds. "
-        "Up and to the left is better.",
+        "Up and to the left is better (the paper's fig:computational_savings).",
         panels,
         () if len(panels) > 1 else (study_command("families"),),
     )

@@ -123,10 +123,12 @@ def sources_part(results: Results) -> Part:
     sources = unique(
         [m.source for m in results.measurements]
         + [run.source for run in results.runs]
+        + [evaluation.source for evaluation in results.evaluations]
         + ([results.exploration.source] if results.exploration and results.exploration.source else [])
     )
     text = (
-        f"<p>{len(results.measurements)} records of benchmarks and {len(results.runs)} training runs.</p>\n"
+        f"<p>{len(results.measurements)} records of benchmarks, {len(results.runs)} training runs and "
+        f"{len(results.evaluations)} evaluations.</p>\n"
         f"<ul>\n{legend}</ul>\n<p>± is the standard deviation over seeds. What was not run says so, with its command."
         f"</p>\n{sources_html(sources)}"
     )

@@ -58,7 +58,7 @@ def cayley(results: Results) -> Drawing:
         "The octic group",
         "Eight poses of an image, and what leads from one to the next. Below each the features of its patches after "
         "the octic blocks: a channel of A1 in colours, which moves with the image, and a pair of E as arrows, which "
-        "turns with it too.",
+        "turns with it too (the paper's fig:visualizations).",
         (draw_cayley(found, shown_image(found)),) if found else (),
         () if found else EXPLORE,
         wide=True,

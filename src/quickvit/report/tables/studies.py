@@ -204,8 +204,8 @@ def initialisation(results: Results) -> Table:
         ("matched", "released"),
         (TOP1, TURNED),
         quotes="not studied; it does not say how weights begin",
-        note="matched: weights scaled so that an octic layer keeps the variance of a standard one. released: those "
-        "of the authors' code.",
+        note="matched: weights scaled so that an octic layer keeps the variance of a standard one. released: octic "
+        "linear layers begin as in the authors' code; positions and tokens do not.",
     ).table(results)
 
 
