@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from quickvit.__main__ import main
 from quickvit.report.results import read_results
+from quickvit.report.tables.frozen import frozen_features
 
-PATH = Path(__file__).parent.parent / "benchmarks/study/study.py"
+FOLDER = Path(__file__).parent.parent / "benchmarks/study"
 TINY = (
     *(
         "--extra",
@@ -38,14 +40,24 @@ print(json.dumps(sys.argv[1:]))
 """
 
 
-@pytest.fixture
-def study():
-    spec = importlib.util.spec_from_file_location("study", PATH)
+def script(name):
+    """One of the study's scripts, as a module."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["study"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     yield module
-    del sys.modules["study"]
+    del sys.modules[name]
+
+
+@pytest.fixture
+def study():
+    yield from script("study")
+
+
+@pytest.fixture
+def recording(study):
+    yield from script("record")
 
 
 @pytest.fixture
@@ -158,3 +170,41 @@ def test_self_supervision(study, tmp_path, data):
     record = json.loads((tmp_path / "results/pbc_blood_96-dinov2/h8-0.json").read_text())
     assert record["progress"][-1]["poses"] == record["poses"]
     assert record["training"] | {"recipe": "dinov2", "steps": 4} == record["training"]
+
+
+@pytest.fixture
+def trained(tmp_path, data):
+    """A run folder of a tiny i8 with the polynomial invariant."""
+    folder = tmp_path / "run"
+    options = (f"--data={data}", f"--out={folder}", "--epochs=1", "--warmup-epochs=0", "--run.workers=0")
+    model = ("--model=quickvit_i8_large_patch16_224", "--invariant=polynomial", *TINY[1:4], TINY[-1])
+    assert main(["train", "deit3", *model, *options]) == 0
+    return folder
+
+
+def test_runs_of_the_papers_scale_are_tested_and_written_down(recording, trained, tmp_path, data):
+    recording.main([str(trained), "--imagenet", str(data), "--results", str(tmp_path / "results")])
+    (run,) = read_results(tmp_path, tmp_path / "results").study("families", "imagenet-large")
+    assert (run.name, run.seed, run.model) == ("i8", 0, "quickvit_i8_large_patch16_224")
+    assert run.options[0] == "--invariant=polynomial"
+    assert run.score("top1") == run.score("top1", "random quarter turn")
+    with pytest.raises(ValueError, match="a classifier, which is tested on --imagenet alone"):
+        recording.main([str(trained), "--ade20k", str(data), "--results", str(tmp_path / "results")])
+
+
+def test_frozen_features_are_written_down_by_data_set(recording, trained, tmp_path, monkeypatch):
+    asked = []
+
+    def answers(*command):
+        asked.append(command)
+        return {f"{place} {name}": 0.5 for place in ("imagenet", "ade20k") for name in ("linear", "knn")}
+
+    about = recording.about
+    monkeypatch.setattr(recording, "answers", answers)
+    monkeypatch.setattr(recording, "about", lambda folder: about(folder) | {"training": {"recipe": "dinov2"}})
+    places = ("--imagenet", "A", "--ade20k", "B")
+    recording.main([str(trained), *places, "--results", str(tmp_path / "results"), "--extra", "--workers=4"])
+    assert asked == [("all", str(trained), "--imagenet=A", "--ade20k=B", "--workers=4")]
+    table = frozen_features(read_results(tmp_path, tmp_path / "results"))
+    found = [row for row in table.rows if row[:2] == ("ViT-Large/16", "i8") and "50.00" in row]
+    assert {row[2] for row in found} == {"ImageNet-1K", "ADE20K"}

@@ -32,6 +32,8 @@ from quickvit.train import read_metrics
 QUICKVIT = (sys.executable, "-m", "quickvit")
 HERE = Path(__file__).resolve().parent
 POSES = "poses"
+# What of a run's configuration makes its model another than its name says.
+MODEL_OPTIONS = ("octic_depth", "invariant", "lift", "model_args")
 MAIN = "families"
 
 
@@ -191,7 +193,19 @@ def place(arguments: argparse.Namespace, study: str, label: str, seed: int) -> P
 
 
 def result(folder: Path, run: Run) -> dict[str, Any]:
-    """What a finished run folder says."""
+    """What a finished run folder says, and its tests."""
+    found = about(folder)
+    if run.setting.protocol == "accuracy":
+        return found | {"poses": _poses(folder / f"{POSES}.json")}
+    progress = [
+        {"step": int(teacher.stem.split("-")[-1]), "poses": _poses(folder / f"{POSES}-{teacher.stem}.json")}
+        for teacher in teachers(folder)
+    ]
+    return found | {"progress": progress, "poses": progress[-1]["poses"]}
+
+
+def about(folder: Path) -> dict[str, Any]:
+    """What a run folder says of the model and its training."""
     config = json.loads((folder / "config.json").read_text())
     start = json.loads((folder / "starts.jsonl").read_text().splitlines()[-1])
     metrics = read_metrics(folder)
@@ -200,13 +214,19 @@ def result(folder: Path, run: Run) -> dict[str, Any]:
     )
     with torch.device("meta"):
         cost = count(load_model(str(folder)))
-    found = {
-        "seed": run.seed,
-        "model": {"name": run.setting.model(run.family), "options": list(run.options)},
+    options = {name: config[name] for name in MODEL_OPTIONS if config.get(name) is not None}
+    words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()}
+    return {
+        "seed": config["seed"],
+        "model": {
+            "name": config["model"],
+            "options": [f"--{name.replace('_', '-')}={word}" for name, word in words.items()],
+        },
         "gmacs": cost.macs / 1e9,
         "parameters": cost.parameters,
         "training": {
-            "recipe": run.setting.recipe,
+            # quickvit train RECIPE …
+            "recipe": start["command"].split()[2],
             "epochs": config.get("epochs"),
             "steps": metrics[-1]["step"],
             "images_per_s": statistics.median(rates) if rates else None,
@@ -215,13 +235,6 @@ def result(folder: Path, run: Run) -> dict[str, Any]:
         "curve": [line for line in metrics if any(key.startswith("eval/") for key in line)],
         "provenance": {key: start[key] for key in ("hardware", "versions", "commit", "date", "command")},
     }
-    if run.setting.protocol == "accuracy":
-        return found | {"poses": _poses(folder / f"{POSES}.json")}
-    progress = [
-        {"step": int(teacher.stem.split("-")[-1]), "poses": _poses(folder / f"{POSES}-{teacher.stem}.json")}
-        for teacher in teachers(folder)
-    ]
-    return found | {"progress": progress, "poses": progress[-1]["poses"]}
 
 
 def teachers(folder: Path) -> list[Path]:

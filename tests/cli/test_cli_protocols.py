@@ -234,11 +234,11 @@ def test_a_row_of_the_table(ask, scenes, monkeypatch):
     assert code == 0
     assert lines[0].split("  ")[0].split() == ["model"]
     cells = lines[2].split()
-    assert cells[4:6] == ["–", "–"]
-    assert all(float(cell) > 30 for cell in (*cells[2:4], *cells[6:8]))
+    assert cells[4:10] == 6 * ["–"]
+    assert all(float(cell) > 30 for cell in (*cells[2:4], *cells[10:12]))
     code, _, err = ask("all")
     assert code == 2
-    assert "give at least one of --imagenet, --ade20k, --voc2012" in err
+    assert "give at least one of --imagenet, --inaturalist, --places365, --ade20k, --voc2012" in err
 
 
 @pytest.mark.parametrize("protocol", ["knn", "hematology"])

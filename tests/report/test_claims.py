@@ -238,7 +238,7 @@ def test_large_scale_is_of_size_h_and_of_the_papers_accuracy(bench, add_run):
         for name, top1 in (("h8", h8), ("vit", vit)):
             for seed in range(2):
                 model = {"name": f"quickvit_{name}_{size}_patch14_224"}
-                add_run(name=name, seed=seed, top1=top1 + 0.1 * seed, dataset="imagenet", model=model)
+                add_run(name=name, seed=seed, top1=top1 + 0.1 * seed, dataset=f"imagenet-{size}", model=model)
         return judge("85.0 %", read_results(bench)).verdict
 
     assert trained("tiny", 61, 60) == NOT_TESTABLE

@@ -262,11 +262,11 @@ class TestStudies:
 
     def test_the_papers_rows_are_filled_once_they_are_run(self, bench, add_run):
         model = {"name": "quickvit_h8_large_patch16_224"}
-        add_run(name="h8", top1=84.0, dataset="imagenet", model=model)
+        add_run(name="h8", top1=84.0, dataset="imagenet-large", model=model)
         add_run(
             "dinov2",
             "h8",
-            dataset="ImageNet-1K",
+            dataset="imagenet-large",
             model=model,
             poses=[{"pose": "upright", "scores": {"knn": 0.8}}],
         )
@@ -274,7 +274,14 @@ class TestStudies:
         assert cells(paper_models(results), model="ViT-Large/16", family="h8")["top-1 (%) here"] == "84.00"
         row = cells(frozen_features(results), model="ViT-Large/16", family="h8", data="ImageNet-1K")
         assert (row["k-NN (%) here"], row["k-NN (%) paper"]) == ("80.00", "80.8")
-        assert len(frozen_features(results).rows) == len(paper.DINOV2.rows)
+        assert len(frozen_features(results).rows) == len(paper.DINOV2.rows) + len(paper.DINOV2_MORE.rows)
+
+    def test_the_papers_i8_has_the_polynomial_invariant(self, bench, add_run):
+        for invariant, shown in (("power_spectrum", NOT_RUN), ("polynomial", "84.00")):
+            model = {"name": "quickvit_i8_large_patch16_224", "options": [f"--invariant={invariant}"]}
+            add_run(name="i8", top1=84.0, dataset="imagenet-large", model=model)
+            table = paper_models(read_results(bench))
+            assert cells(table, model="ViT-Large/16", family="i8")["top-1 (%) here"] == shown
 
 
 class TestWriting:

@@ -143,7 +143,7 @@ def _segmentation_scores(scores: SegmentationScores) -> dict[str, Any]:
 
 
 def everything(arguments: Namespace) -> int:
-    """Fill a row of the paper's table of DINOv2 models: linear and k-NN on ImageNet, ADE20K and VOC 2012."""
+    """Fill rows of the paper's tables of DINOv2 models: linear and k-NN on five data sets, or some of them."""
     if not any(arguments[place] for place in PLACES):
         raise ValueError(f"give at least one of {', '.join(f'--{place}' for place in PLACES)}")
     with freeze(arguments) as frozen:
@@ -182,8 +182,14 @@ def _mean_ious(data: Namespace, frozen: Frozen) -> dict[str, float]:
     return {name: found.mean_iou for name, found in scores.items()}
 
 
-# The data sets of the paper's table, and what is measured on them.
-PLACES = {"imagenet": _accuracies, "ade20k": _mean_ious, "voc2012": _mean_ious}
+# The data sets of the paper's tables, and what is measured on them.
+PLACES = {
+    "imagenet": _accuracies,
+    "inaturalist": _accuracies,
+    "places365": _accuracies,
+    "ade20k": _mean_ious,
+    "voc2012": _mean_ious,
+}
 
 
 # ---------------------------------------------------------------------- words and pictures

@@ -48,6 +48,7 @@ class Run:
     name: str
     seed: int
     model: str
+    options: tuple[str, ...]
     gmacs: float | None
     parameters: float | None
     images_per_s: float | None
@@ -196,13 +197,14 @@ def _row(entry: Entry) -> Row:
 
 
 def _run(record: Entry) -> Run:
-    training = record.entry("training")
+    training, model = record.entry("training"), record.entry("model")
     return Run(
         study=record.text("study"),
         dataset=record.text("dataset"),
         name=record.text("name"),
         seed=record.integer("seed"),
-        model=record.entry("model").text("name", ""),
+        model=model.text("name", ""),
+        options=model.texts("options") if "options" in model.values else (),
         gmacs=record.number("gmacs"),
         parameters=record.number("parameters"),
         images_per_s=training.number("images_per_s"),

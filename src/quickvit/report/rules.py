@@ -22,7 +22,7 @@ from quickvit.layers import OcticLinear
 from quickvit.models import FAMILIES
 from quickvit.report import paper
 from quickvit.report.formulas import model_cost
-from quickvit.report.results import Measurement, Metric, Results, Run
+from quickvit.report.results import Measurement, Metric, Results
 from quickvit.report.sample import Sample, number, uncertainty
 from quickvit.report.tables import frozen
 from quickvit.report.tables.beside import family_name, times
@@ -46,7 +46,7 @@ CLOSE = 0.02
 # A fused GELU may take this much longer than a standard one: the paper's "few percent".
 FEW_PERCENT = 1.05
 # Data sets with an up.
-PHOTOGRAPHS = ("cifar10", "imagenet")
+PHOTOGRAPHS = ("cifar10", "imagenet-large", "imagenet-huge")
 HALF = ("bfloat16", "float16")
 # Why one seed cannot decide.
 ONE_SEED = "one seed has no spread"
@@ -223,13 +223,11 @@ def blood_cells(results: Results) -> Finding:
 def large_scale(results: Results) -> Finding:
     """Whether an h8 of size H is as accurate as in the paper and better than the ViT, if anybody has trained them."""
 
-    def metric(run: Run) -> float | None:
-        return top1(run) if run.size == "huge" else None
-
-    finding = compared("families", "h8", "vit", metric, better=True, on=("imagenet",))(results)
+    data = "imagenet-huge"
+    finding = compared("families", "h8", "vit", top1, better=True, on=(data,))(results)
     if finding.verdict == Verdict.NOT_RUN:
         return Finding(Verdict.NOT_TESTABLE, "takes 400 epochs of ImageNet-1K")
-    h8 = results.sample("families", "imagenet", "h8", metric)
+    h8 = results.sample("families", data, "h8", top1)
     if h8 is not None and h8.mean < paper.DEIT.rows[paper.H14, "h8"]["top1"] - TOLERANCE:
         return Finding(Verdict.NOT_CONFIRMED, finding.evidence)
     return finding

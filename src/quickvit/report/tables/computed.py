@@ -62,7 +62,12 @@ def paper_models(results: Results) -> Table:
         invariant = "polynomial" if family == "i8" else None
         variant = Variant(family, size.lower(), int(patch), invariant)
         cost = model_cost(variant)
-        runs = [run for run in results.study("families", IMAGENET) if run.model == variant.name]
+        options = (f"--invariant={invariant}",) if invariant else ()
+        runs = [
+            run
+            for run in results.study("families", f"{IMAGENET}-{size.lower()}")
+            if (run.model, run.options) == (variant.name, options)
+        ]
         used += [run.source for run in runs]
         rows.append(
             (
@@ -89,8 +94,9 @@ def paper_models(results: Results) -> Table:
         "and counts element-wise work too.",
         unique(used),
         (
-            "quickvit train deit3 --model quickvit_h8_large_patch16_224 --data IMAGENET --out RUN",
-            "quickvit eval rotation RUN --data IMAGENET",
+            "quickvit train deit3 --model quickvit_i8_large_patch16_224 --invariant polynomial --data IMAGENET "
+            "--out RUN",
+            "python benchmarks/study/record.py RUN --imagenet IMAGENET",
         ),
     )
 

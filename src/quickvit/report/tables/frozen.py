@@ -21,7 +21,8 @@ METRICS = {"weighted_f1": "wF1", "accuracy": "Acc", "balanced_accuracy": "bAcc"}
 COMMANDS = (
     study_command(STUDY, "pbc_blood_96"),
     "quickvit train dinov2 --model quickvit_h8_large_patch16_224 --data IMAGENET --out RUN",
-    "quickvit eval all RUN --imagenet IMAGENET --ade20k ADE20K --voc2012 VOC2012",
+    "python benchmarks/study/record.py RUN --imagenet IMAGENET --inaturalist INATURALIST --places365 PLACES365 "
+    "--ade20k ADE20K --voc2012 VOC2012",
 )
 
 
@@ -59,23 +60,30 @@ SCORES: tuple[Shown, ...] = (
 def frozen_features(results: Results) -> Table:
     """Linear classifiers and nearest neighbours, on our data and on the paper's."""
     found: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
-    labels = {(data, model.split("/")[0], family): model for data, model, family in paper.DINOV2.rows}
+    quoted = {**paper.DINOV2.rows, **paper.DINOV2_MORE.rows}
+    labels = {
+        (f"{data}-{model.split('/')[0].removeprefix('ViT-').lower()}", family): (data, model)
+        for data, model, family in quoted
+    }
     for run in results.study(STUDY):
         model = f"ViT-{run.size.capitalize()}" if run.size else NOTHING
-        found[run.dataset, labels.get((run.dataset, model, run.name), model), run.name].append(run)
+        data, model = labels.get((run.dataset, run.name), (run.dataset, model))
+        found[data, model, run.name].append(run)
     rows = []
-    for key in dict.fromkeys([*sorted(found, key=_place), *paper.DINOV2.rows]):
+    for key in dict.fromkeys([*sorted(found, key=_place), *quoted]):
         data, model, family = key
-        cells = row(SCORES, found.get(key, []), paper.DINOV2.rows.get(key, {}))
-        rows.append((model, family_name(family), data, *cells))
+        cells = row(SCORES, found.get(key, []), quoted.get(key, {}))
+        rows.append((model, family_name(family), paper.DATA.get(data, data), *cells))
     return Table(
         "frozen-features",
         "Frozen features after DINOv2",
         (Column("model"), Column("family"), Column("data"), *headings(SCORES)),
         tuple(rows),
-        quotation(paper.DINOV2),
-        "Accuracy; mean IoU on ADE20K and VOC 2012. On blood cells, linear and k-NN are the logistic regression and "
-        "the 20 nearest neighbours of DinoBloom's protocol, see the next table; the paper's are those of DINOv2's.",
+        quotation(paper.DINOV2, paper.DINOV2_MORE),
+        "The paper's numbers of iNaturalist and Places are, cell by cell, those that it has of ImageNet-1K and "
+        "ADE20K. Accuracy; mean IoU on ADE20K and VOC 2012. On blood cells, linear and k-NN are the logistic "
+        "regression and the 20 nearest neighbours of DinoBloom's protocol, see the next table; the paper's are those "
+        "of DINOv2's.",
         unique(run.source for run in results.study(STUDY)),
         COMMANDS,
     )
