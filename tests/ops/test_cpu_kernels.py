@@ -82,6 +82,15 @@ def test_gelu(tokens, copies, number):
         assert_as_exact(octic_gelu, gelu.definition, (x,), (grad,))
 
 
+def test_what_gelu_leaves_as_it_is_leaks_nowhere():
+    """Of a feature that all poses share, A1, come equal numbers, whose differences are 0."""
+    x = torch.zeros(64, 128)
+    x[:, :16] = torch.randn(64, 16)
+    y = octic_gelu(x)
+    assert y[:, :16].any()
+    assert not y[:, 16:].any()
+
+
 def test_gelu_is_exact_from_tail_to_tail():
     z = torch.cat([torch.linspace(-12, 12, 80_001), torch.tensor([-1e4, -0.0, 0.0, 1e4])])
     # Equal sub-tokens of the regular domain are A1 alone: x = √8 z on A1.

@@ -22,7 +22,7 @@ INLINE octet load_octet(const float *x, const float *bias, int64_t copies, int64
 }
 
 INLINE void store_octet(float *y, octet o, int64_t copies, int64_t n) {
-    UNROLL for (int i = 0; i < 8; i++) store(y + i * copies, o.at[i], n);
+    UNROLL for (int i = 0; i < 8; i++) store(y + i * copies, SQRT2_OVER_4 * o.at[i], n);
 }
 
 /* The inverse Fourier transform Q without its factor √2/4. */
@@ -47,7 +47,7 @@ void gelu_tokens(const float *x, const float *bias, float *y, int64_t row, int64
     for (int64_t t = 0; t < tokens; t++, x += row, y += row) {
         for (int64_t i = 0; i < copies; i += LANES) {
             octet o = to_regular(load_octet(x + i, bias ? bias + i : 0, copies, copies - i));
-            UNROLL for (int k = 0; k < 8; k++) o.at[k] = SQRT2_OVER_4 * gelu(o.at[k]);
+            UNROLL for (int k = 0; k < 8; k++) o.at[k] = gelu(o.at[k]);
             store_octet(y + i, to_isotypic(o), copies, copies - i);
         }
     }
@@ -80,7 +80,7 @@ static void backward(const void *job, int64_t item, float *scratch) {
             int64_t at = 8 * copies * t + i, n = copies - i;
             octet o = to_regular(load_octet(j->x + at, j->bias ? j->bias + i : 0, copies, n));
             octet grad = to_regular(load_octet(j->grad + at, 0, copies, n));
-            UNROLL for (int k = 0; k < 8; k++) o.at[k] = SQRT2_OVER_4 * grad.at[k] * gelu_slope(o.at[k]);
+            UNROLL for (int k = 0; k < 8; k++) o.at[k] = grad.at[k] * gelu_slope(o.at[k]);
             store_octet(j->result + at, to_isotypic(o), copies, n);
         }
     }
