@@ -160,6 +160,9 @@ def test_a_batch_larger_than_the_data(config):
     [
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"epochs": -3}, "epochs must be at least 1, got -3"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"average": 2.0}, r"average must be a decay of 0 … 1, less than 1, got 2\.0"),
+        ({"average": 1.0}, r"less than 1, got 1\.0"),
         ({"clip": 0.0}, r"clip must be above 0, or null for no clipping, got 0\.0"),
         ({"clip": -1.0}, r"clip must be above 0, or null for no clipping, got -1\.0"),
         (
@@ -410,6 +413,18 @@ def test_fine_tuning_on_other_classes(config, tmp_path):
     model, before = build_model(other), load_checkpoint(start)
     assert model.head.weight.shape == (4, 32)
     assert torch.equal(model.blocks[0].attn.qkv.weight_1, before.blocks[0].attn.qkv.weight_1)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_fine_tuning_weights_of_wrapped_models(config, tmp_path, prefix):
+    name = "baseline_tiny_patch16_224"
+    model = create_model(name, img_size=16, patch_size=4, num_classes=3, **SMALL)
+    state = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save(state, tmp_path / "wrapped.pth")
+    chosen = replace(config, model=name, finetune=tmp_path / "wrapped.pth")
+    found = build_model(resolve(chosen, CPU))
+    assert found.head.weight.shape == (6, 32)
+    assert torch.equal(found.cls_token, model.cls_token)
 
 
 def test_fine_tuning_another_model(config, tmp_path):

@@ -86,6 +86,19 @@ def test_an_unsound_newer_one_does_not_cost_the_one_just_written(tmp_path):
     assert [path.name for path in store.paths()] == ["step-00000008", "step-00000006"]
 
 
+def test_an_old_one_that_cannot_be_removed_does_not_cost_the_new_one(store, monkeypatch, caplog):
+    def fail(path):
+        raise PermissionError(f"cannot remove {path.name}")
+
+    assert save(store, 1)
+    assert save(store, 2)
+    monkeypatch.setattr("quickvit.train.checkpoint._remove", fail)
+    assert save(store, 3)
+    assert store.newest(state())[1].step == 3
+    assert "could not be removed" in caplog.text
+    assert "cannot remove step-00000001" in caplog.text
+
+
 def test_keep_must_be_positive(tmp_path):
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         Store(tmp_path, World(), keep=0)

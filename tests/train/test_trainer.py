@@ -463,6 +463,7 @@ def test_tensorboard(run, tmp_path):
 
 
 def test_wandb_resumes_the_run_of_the_folder(tmp_path, monkeypatch):
+    """And of no other folder, whose name may be the same."""
     calls = []
     fake = SimpleNamespace(
         init=lambda **options: (
@@ -473,13 +474,17 @@ def test_wandb_resumes_the_run_of_the_folder(tmp_path, monkeypatch):
         )
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    with Journal(tmp_path) as journal:
-        journal.add_wandb("project", {"lr": 1})
-        journal.evaluation(3, {"top1": 0.5})
-    start, logged, end = calls
-    assert (start["project"], start["id"], start["resume"]) == ("project", tmp_path.name, "allow")
-    assert start["config"] == {"lr": 1}
+    folders = tmp_path / "a" / "run", tmp_path / "b" / "run"
+    for folder in (*folders, folders[0]):
+        folder.mkdir(parents=True, exist_ok=True)
+        with Journal(folder) as journal:
+            journal.add_wandb("project", {"lr": 1})
+            journal.evaluation(3, {"top1": 0.5})
+    first, logged, end, other, _, _, again, _, _ = calls
+    assert (first["project"], first["name"], first["resume"]) == ("project", "run", "allow")
+    assert first["config"] == {"lr": 1}
     assert (logged, end) == ((3, {"eval/top1": 0.5}), "finish")
+    assert first["id"] == again["id"] != other["id"]
 
 
 @pytest.mark.parametrize(
@@ -493,11 +498,17 @@ def test_missing_extras_are_named(tmp_path, monkeypatch, option, module, extra):
         trainer.fit()
 
 
-def test_profile(tmp_path):
+@pytest.mark.parametrize("steps", [9, 16])
+def test_profile(tmp_path, steps):
     run = RunConfig(workers=0, profile=True)
-    Trainer(Distillation(total_steps=16), run, tmp_path).fit()
+    Trainer(Distillation(total_steps=steps), run, tmp_path).fit()
     trace = json.loads((tmp_path / "profile" / "rank-00000.json").read_text())
     assert any("AdamW" in event.get("name", "") for event in trace["traceEvents"])
+
+
+def test_a_run_too_short_for_a_profile_says_so(tmp_path, caplog):
+    Trainer(Distillation(total_steps=4), RunConfig(workers=0, profile=True), tmp_path).fit()
+    assert "rank-00000.json: it begins after 8 updates" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ _UNREADABLE = (
 # What tensors of impossible shapes in a safetensors file raise.
 _UNREADABLE_TENSORS = (RuntimeError, TypeError, ValueError, OverflowError)
 _AT_LEAST_ONE = ("img_size", "patch_size", "in_chans", "embed_dim", "num_heads", "pos_grid")
-_LARGEST = 2**31
+LARGEST = 2**31
 # Larger than any patch or grid in use; a file that has the tensors is judged by them.
 _LARGEST_GRID = 64
 
@@ -79,7 +79,7 @@ def save_checkpoint(model: nn.Module, path: str | Path, state: dict[str, Tensor]
             "cannot save a model with folded blocks, which are for inference; save the model that it was made of, "
             "and fold that after it was loaded"
         )
-    state = _stripped(model.state_dict() if state is None else state)
+    state = stripped(model.state_dict() if state is None else state)
     preprocessing = declared_preprocessing(model)
     config = {**model.config, PREPROCESSING: preprocessing} if preprocessing else model.config
     _check_written(config, state, type(model))
@@ -123,7 +123,7 @@ def _check_written(
 ) -> None:
     """The checks of a reader, on what it will find."""
     try:
-        found = _tuples(json.loads(json.dumps(config)))
+        found = tuples(json.loads(json.dumps(config)))
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"cannot save a model whose configuration JSON does not hold: {error}"
@@ -181,10 +181,11 @@ def restore(
     """Build a model from a configuration and a state dict, neither of them trusted; see `load_checkpoint`."""
     if config is None:
         raise CheckpointError(
-            f"{source} has no quickvit configuration; create a model and use load_weights() instead"
+            f"{source} has weights, but does not say of which model. Load them into a model by "
+            "quickvit.models.checkpoints.load_weights(model, state), and write both by quickvit.save_checkpoint()"
         )
-    state = _stripped(state, source)
-    config = _tuples(config)
+    state = stripped(state, source)
+    config = tuples(config)
     preprocessing = check_preprocessing(config.pop(PREPROCESSING, {}), source, config.get("in_chans"))
     _check_config(config, state, source, get_type_hints(model_class.__init__))
     img_size = overrides.pop("img_size", None)
@@ -221,9 +222,9 @@ def load_weights(
     model: nn.Module, state: dict[str, Tensor], strict: bool = True, source: str = "the checkpoint"
 ) -> None:
     """Load a state dict into a model; a mismatch names the keys."""
-    state = _stripped(state, source)
+    state = stripped(state, source)
     own = model.state_dict()
-    require_fit(_stripped(own), state, strict, source)
+    require_fit(stripped(own), state, strict, source)
     fitting = {name: state[bare] for name in own if (bare := strip_wrappers(name)) in state}
     model.load_state_dict(fitting, strict=strict)
 
@@ -270,6 +271,10 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} has entries that are not tensors: {_list(foreign)}")
     if not content:
         raise CheckpointError(f"{path} holds no tensors")
+    # A small file can say that one number is there a million million times.
+    inflated = [name for name, tensor in content.items() if tensor.nbytes > tensor.untyped_storage().nbytes()]
+    if inflated:
+        raise CheckpointError(f"{path} has tensors that are larger than what is stored: {_list(inflated)}")
     return dict(content)
 
 
@@ -299,7 +304,8 @@ def _outline(model_class: type[QuickVisionTransformer], config: dict[str, Any]) 
         return model_class(**config)
 
 
-def _stripped(state: dict[str, Tensor], source: str = "the model") -> dict[str, Tensor]:
+def stripped(state: dict[str, Tensor], source: str = "the model") -> dict[str, Tensor]:
+    """A state dict without the prefixes that DDP and torch.compile put before names."""
     stripped = {strip_wrappers(name): tensor for name, tensor in state.items()}
     if len(stripped) != len(state):
         raise CheckpointError(f"{source} has several tensors whose names differ by a wrapper's prefix only")
@@ -363,12 +369,12 @@ def _check_config(
             )
         least = int(name in _AT_LEAST_ONE)
         numbers = [v for v in _flat(value) if isinstance(v, int | float)]
-        if not all(least <= v < _LARGEST for v in numbers):
+        if not all(least <= v < LARGEST for v in numbers):
             raise CheckpointError(
                 f"{source} has {name}={value!r} in its configuration, expected {least} or more, within reason"
             )
     # These take long to build even without memory for the weights; the outline shows whether the others fit.
-    patch_size, img_size = config.get("patch_size", 1), max(_flat(config.get("img_size", 1)))
+    patch_size, img_size = (max(_flat(config.get(name, 1))) for name in ("patch_size", "img_size"))
     grid = config.get("pos_grid") or img_size // patch_size
     limits = {"depth": (config.get("depth", 0), len(state))}
     for name, size in (("patch_embed.weight", patch_size), ("pos_embed.weight", grid)):
@@ -390,7 +396,7 @@ def declared_preprocessing(model: nn.Module) -> dict[str, Any]:
 
 def check_preprocessing(found: Any, source: str, in_chans: Any = None) -> dict[str, Any]:
     """What a file says about its images, refused unless each entry is what timm expects there."""
-    found = _tuples(found) if isinstance(found, dict) else {"preprocessing": found}
+    found = tuples(found) if isinstance(found, dict) else {"preprocessing": found}
     # timm declares three colours also for models of other channels.
     lengths = (1, 3, in_chans)
     for name, value in found.items():
@@ -404,7 +410,7 @@ def _are_colors(value: Any) -> bool:
     return (
         isinstance(value, tuple)
         and bool(value)
-        and all(type(v) in (int, float) and abs(v) < _LARGEST for v in value)
+        and all(type(v) in (int, float) and abs(v) < LARGEST for v in value)
     )
 
 
@@ -419,7 +425,7 @@ _IMAGES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _tuples(config: dict[str, Any]) -> dict[str, Any]:
+def tuples(config: dict[str, Any]) -> dict[str, Any]:
     """A copy with tuples for JSON's lists."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
 

@@ -12,6 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from quickvit.models.checkpoints import (
+    LARGEST,
     PREPROCESSING,
     CheckpointError,
     check_preprocessing,
@@ -19,13 +20,13 @@ from quickvit.models.checkpoints import (
     is_a,
     require_fit,
     restore,
+    tuples,
 )
 from quickvit.models.declared import declare
 from quickvit.models.zoo import STANDARD, ViT, create_model
 
 # The options of a ViT; only plain values of their types are taken from a file.
 OPTIONS = get_type_hints(VisionTransformer.__init__)
-LARGEST = 2**31
 
 
 def standard_config(model: VisionTransformer) -> dict[str, Any] | None:
@@ -44,9 +45,7 @@ def restore_any(
     """Build the model that a checkpoint describes, a Quick ViT or a standard one, and load its weights."""
     if config is None or STANDARD not in config:
         return restore(config, state, source)
-    options: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in config.items()
-    }
+    options = tuples(config)
     name = options.pop(STANDARD)
     preprocessing = check_preprocessing(options.pop(PREPROCESSING, {}), source, options.get("in_chans"))
     for option, value in options.items():

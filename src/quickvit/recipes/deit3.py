@@ -223,6 +223,8 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
     peak = {**defaults, **known}["learning_rate"]
     known["final_learning_rate"] = end_of_rate(config.final_learning_rate, FINAL_LEARNING_RATE, peak)
     _check({**defaults, **known})
+    if config.average is not None and not 0 <= config.average < 1:
+        raise ValueError(f"average must be a decay of 0 … 1, less than 1, got {config.average}")
     source = _open_source(config.data, "train")
     if config.classes is not None and config.classes != len(source.classes):
         raise ValueError(
@@ -258,8 +260,9 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
 
 def _check(values: Mapping[str, Any]) -> None:
     """Refuse a configuration that cannot be carried out."""
-    if values["epochs"] < 1:
-        raise ValueError(f"epochs must be at least 1, got {values['epochs']}")
+    for name in ("epochs", "batch_size"):
+        if values[name] < 1:
+            raise ValueError(f"{name} must be at least 1, got {values[name]}")
     clip = values["clip"]
     if clip is not None and not clip > 0:
         raise ValueError(f"clip must be above 0, or null for no clipping, got {clip}")

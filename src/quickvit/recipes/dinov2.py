@@ -628,6 +628,11 @@ def _check(config: Dinov2Config) -> None:
         raise ValueError(
             f"steps and local_views must be at least 0, got {config.steps} and {config.local_views}"
         )
+    if given(config.warmup_steps) < 0:
+        raise ValueError(f"warmup_steps must be at least 0, got {config.warmup_steps}")
+    for name in ("momentum", "final_momentum"):
+        if not 0 <= given(getattr(config, name)) <= 1:
+            raise ValueError(f"{name} must be 0 … 1, got {getattr(config, name)}")
     if config.knn_images < 1:
         raise ValueError(f"knn_images must be at least 1, got {config.knn_images}")
     if given(config.group) < 2 and config.koleo_weight:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from quickvit.layers import StandardBlock
 from quickvit.models import QuickVisionTransformer, ViT, create_model
-from quickvit.models.checkpoints import load_weights, read_checkpoint, save_checkpoint, save_weights
+from quickvit.models.checkpoints import load_weights, read_checkpoint, save_checkpoint, save_weights, stripped
 from quickvit.models.standard import restore_any, standard_config
 from quickvit.train import World
 
@@ -121,6 +121,7 @@ def build(config: Architecture, classes: int, checkpoint: Path | None = None, **
     if checkpoint is None:
         return create(config, classes, **options)
     state, _ = read_checkpoint(checkpoint)
+    state = stripped(state, str(checkpoint))
     model = create(config, classes, **options)
     if isinstance(model, VisionTransformer):
         state = checkpoint_filter_fn(state, model, interpolation="bicubic")

@@ -205,12 +205,15 @@ class Store:
                 _remove(final)
             partial.rename(final)
             _flush(self.folder)
-            # Newer ones are left from before a restart, and not sound: they must not cost those that are.
-            reached = [path for path in self.paths() if _step(path) <= manifest.step]
+        except OSError as error:
+            return str(error)
+        # Newer ones are left from before a restart, and not sound: they must not cost those that are.
+        reached = [path for path in self.paths() if _step(path) <= manifest.step]
+        try:
             for old in reached[self.keep :]:
                 _remove(old)
         except OSError as error:
-            return str(error)
+            logger.warning("an old checkpoint could not be removed from %s: %s", self.folder, error)
         return None
 
     def _partial(self, step: int) -> Path:

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
+from uuid import uuid4
 
 from torch.profiler import profile
 from tqdm import tqdm
@@ -123,25 +124,39 @@ class Journal:
             import wandb
         except ImportError as error:
             raise _missing("Weights & Biases", "wandb") from error
-        name = self.folder.resolve().name
-        options = {"name": name, "id": name, "resume": "allow", "dir": str(self.folder)}
-        run = wandb.init(project=project, config=config, **options)
+        # Folders of one name may lie in several others.
+        remembered = self.folder / "wandb-id"
+        if not remembered.exists():
+            remembered.write_text(uuid4().hex, encoding="utf-8")
+        options = {"id": remembered.read_text(encoding="utf-8"), "resume": "allow", "dir": str(self.folder)}
+        run = wandb.init(project=project, name=self.folder.resolve().name, config=config, **options)
         self._stack.callback(run.finish)
         self._writers.append(lambda step, metrics: run.log(dict(metrics), step=step))
 
     def add_profiler(self, path: Path) -> None:
-        """Write a trace of a few updates, `PROFILED`."""
+        """Write a trace of a few updates, `PROFILED`, or of those of them that there are."""
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler, done = profile(acc_events=True), count(1)
+        traced = ExitStack()
+
+        def write() -> None:
+            profiler.stop()
+            profiler.export_chrome_trace(str(path))
 
         def advance() -> None:
             number = next(done)
             if number == PROFILED.start:
                 profiler.start()
+                traced.callback(write)
             elif number == PROFILED.stop:
-                profiler.stop()
-                profiler.export_chrome_trace(str(path))
+                traced.close()
 
+        def end() -> None:
+            if next(done) <= PROFILED.start:
+                logger.warning("no trace in %s: it begins after %d updates", path, PROFILED.start)
+            traced.close()
+
+        self._stack.callback(end)
         self._updaters.append(advance)
 
 

@@ -10,10 +10,8 @@ from torch import Tensor
 from quickvit.data import EvalLoader, EvalTransform, Source
 from quickvit.evaluate.classification import Classifier
 from quickvit.evaluate.extract import Features
-from quickvit.evaluate.metrics import accuracy, balanced_accuracy, weighted_f1
+from quickvit.evaluate.metrics import LABEL_METRICS
 from quickvit.train import World
-
-SCORES = {"accuracy": accuracy, "balanced_accuracy": balanced_accuracy, "weighted_f1": weighted_f1}
 
 
 @torch.no_grad()
@@ -59,5 +57,5 @@ def scores(classifier: Classifier, features: Features) -> dict[str, float]:
     return {
         f"{answer}/{name}": score(features.confusion(labels))
         for answer, labels in classifier.predict(features).items()
-        for name, score in SCORES.items()
+        for name, score in LABEL_METRICS.items()
     }
