@@ -1,13 +1,17 @@
 """The command line itself."""
 
+import json
+import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from quickvit import __version__
 from quickvit.cli import COMMANDS, main
 from quickvit.cli.command import Command
+from quickvit.cli.output import print_json
 
 
 @pytest.mark.parametrize(
@@ -36,6 +40,12 @@ def test_parser(argv, code, message, capsys):
     captured = capsys.readouterr()
     assert exit_info.value.code == code
     assert message in captured.out + captured.err
+
+
+def test_what_is_not_finite_is_null_in_json(capsys):
+    print_json({"rows": [{"loss": math.nan, "ratio": (1.5, -math.inf)}], "file": Path("a")})
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found == {"rows": [{"loss": None, "ratio": [1.5, None]}], "file": "a"}
 
 
 def test_module_is_the_command():

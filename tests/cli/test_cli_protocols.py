@@ -12,6 +12,7 @@ from PIL import Image
 from quickvit import QuickVisionTransformer, save_checkpoint
 from quickvit.data import Unreadable
 from quickvit.data.sources.digits import DigitsSource
+from quickvit.report.evaluation_figure import draw_confusion, draw_predictions
 from quickvit.testing import randomize
 
 OPTIONS = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
@@ -217,6 +218,13 @@ def test_a_result_is_printed_before_its_picture_is_drawn(ask, tmp_path, monkeypa
     assert code == 2
     assert out.startswith("1-NN ")
     assert "the disk is full" in err
+
+
+def test_names_of_classes_may_have_dollars_in_them(tmp_path):
+    confusion, classes = torch.eye(2, dtype=torch.int64), (r"$\foo$", "b")
+    draw_confusion(confusion, classes, tmp_path / "confusion.png")
+    draw_predictions([Image.new("RGB", (4, 4))], [(classes[0], "b")], tmp_path / "predictions.png")
+    assert (tmp_path / "predictions.png").exists()
 
 
 def test_pictures_need_an_extra(ask, monkeypatch):

@@ -75,6 +75,7 @@ def test_a_test_split_follows_the_classes_of_training(folder):
         ("a.csv", "", "has no column of paths: expected one of image path"),
         ("a.csv", "name,label\nx,y\n", "got name, label"),
         ("a.txt", "\n", "lists no images"),
+        ("a.csv", f"path\n{'x' * 140_000}\n", r"a\.csv is no list of images in UTF-8: field larger"),
         ("a.csv", "path,label\n../secret.png,A\n", r"line 2: expected a path below"),
         ("a.txt", "/etc/passwd A\n", r"line 1: expected a path below"),
         ("a.txt", "monocyte/none.png A\n", r"line 1: no file .*none\.png"),
@@ -84,3 +85,10 @@ def test_a_test_split_follows_the_classes_of_training(folder):
 def test_wrong_lists_are_named(folder, name, text, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         open_listed(listing(folder, name, text), folder)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.txt"])
+def test_lists_in_other_encodings_are_named(folder, name):
+    (folder / name).write_bytes("path,label\nmonocyte/2.png,Zählung\n".encode("latin-1"))
+    with pytest.raises(ValueError, match="is no list of images in UTF-8"):
+        open_listed(folder / name, folder)

@@ -321,7 +321,11 @@ def test_broken_shards_are_named(shards, tmp_path):
         source.read(0)
     for samples, message in {
         "unlabelled": ({"0.png": b""}, "set-train-0.tar:0 has no class, expected a file 0.cls"),
-        "a word": ({"0.cls": b"cat"}, "0.cls must hold the number of a class, got b'cat'"),
+        "a word": (
+            {"0.cls": b"cat"},
+            "0.cls must hold the number of a class, of at most 6 digits, got b'cat'",
+        ),
+        "many": ({"0.cls": b"4294967295"}, "0.cls must hold the number of a class, of at most 6 digits"),
     }.values():
         write_shard(shard, samples)
         with pytest.raises(ValueError, match=message):
@@ -396,6 +400,7 @@ def test_a_set_of_hugging_face(folder, monkeypatch, tmp_path):
     for i in range(3):
         assert source.read(i).target == original.read(i).target
         np.testing.assert_array_equal(source.read(i).image, original.read(i).image)
+    assert source.fingerprint != open_source(f"hfds/{folder}@{tmp_path / 'cache'}", "train").fingerprint
     with pytest.raises(FileNotFoundError, match="none of them is 'test'"):
         open_source(f"hfds/{folder}", "test")
 

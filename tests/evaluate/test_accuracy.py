@@ -8,6 +8,7 @@ from torch import nn
 
 from quickvit import QuickVisionTransformer
 from quickvit.data import EvalLoader, eval_transform, open_source, preprocessing
+from quickvit.data.sources.base import UNLABELLED
 from quickvit.evaluate import POSES, Pose, cut_circle, measure_accuracy, rotate
 from quickvit.models.declared import declare
 from quickvit.testing import randomize
@@ -194,6 +195,24 @@ def test_classes_are_brought_together_by_their_names(digits, tmp_path, caplog):
     few = named(digits, tmp_path / "few", {1: "n01", 2: "n03"})
     with pytest.raises(ValueError, match=r"tells 3 classes apart, .*few.* has 2 others, 'n01', 'n03'"):
         measure_accuracy(model, few, transform)
+
+
+def test_what_has_no_label_is_not_counted_as_wrong(digits):
+    class Hidden:
+        """Labels of one image are kept back."""
+
+        name, classes = digits.name, digits.classes
+        describe = staticmethod(digits.describe)
+
+        def __len__(self):
+            return 5
+
+        def read(self, index):
+            sample = digits.read(index)
+            return sample._replace(target=UNLABELLED) if index == 3 else sample
+
+    with pytest.raises(ValueError, match="3 has no label to be compared with an answer"):
+        measure_accuracy(Constant(*[0.0] * 10), Hidden(), eval_transform(32))
 
 
 def test_wrong_models_and_data_are_named(digits, tmp_path):

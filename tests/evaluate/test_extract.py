@@ -3,6 +3,7 @@
 import copy
 import tarfile
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from PIL import Image
 
 from quickvit import QuickVisionTransformer, create_baseline
 from quickvit.data import Unreadable, cache, eval_transform, mix, open_source
-from quickvit.data.sources.libraries import TorchvisionSource
+from quickvit.data.sources.libraries import HuggingFaceSource, TorchvisionSource
 from quickvit.evaluate import store as store_module
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.extract import Extraction, describe_source, extract
@@ -248,6 +249,15 @@ def test_shards_are_part_of_a_source(folder, tmp_path, wrap):
     first = pack("a/0.png", "a/1.png")
     assert describe_source(wrap(open_source(f"wds/{tmp_path}", labelled=False))) == first
     assert pack("a/1.png", "a/0.png") != first
+
+
+@pytest.mark.parametrize("wrap", [lambda source: source, lambda source: mix({source: 1.0})])
+def test_what_a_set_of_hugging_face_holds_is_part_of_it(wrap):
+    def describe(fingerprint):
+        reader = type("Reader", (list,), {"dataset": SimpleNamespace(_fingerprint=fingerprint)})([0, 1])
+        return describe_source(wrap(HuggingFaceSource("hfds/some (val)", reader, ())))
+
+    assert describe("a") == describe("a") != describe("b")
 
 
 @pytest.mark.parametrize("inner", [{"base_folder": "own"}, {"raw_folder": "ROOT/own"}, {}])

@@ -56,11 +56,9 @@ def test_each_image_has_its_own_angle(images):
     turned = rotate(images, degrees)
     for i, angle in enumerate(degrees):
         torch.testing.assert_close(turned[i : i + 1], rotate(images[i : i + 1], angle), rtol=0, atol=0)
-    with pytest.raises(
-        ValueError, match=r"an angle for each of some square images, got 2 for \(6, 3, 20, 20\)"
-    ):
+    with pytest.raises(ValueError, match="an angle for each of the 6 images, got 2"):
         rotate(images, [0.0, 1.0])
-    with pytest.raises(ValueError, match="square images"):
+    with pytest.raises(ValueError, match="images must be square to be turned by an angle each, got 10×20"):
         rotate(random_images((1, 3, 10, 20)), [45.0])
 
 

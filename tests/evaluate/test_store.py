@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quickvit.evaluate import store as module
-from quickvit.evaluate.store import ArrayStore, Spec, default_cache
+from quickvit.evaluate.store import ArrayStore, Spec
 
 SPECS = {"vector": Spec((3,), torch.bfloat16), "flag": Spec((), torch.uint8)}
 
@@ -172,8 +172,3 @@ def test_nothing_to_keep(tmp_path):
     store.fill(lambda rows: pytest.fail("nothing is missing"))
     assert store.missing() == []
     assert store.read("vector").shape == (0, 3)
-
-
-def test_the_default_folder_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache() == tmp_path / "quickvit" / "features"

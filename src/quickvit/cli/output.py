@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from typing import Any
 
 NOTHING = "–"
 
 
 def print_json(value: Any) -> None:
-    """A value as JSON; what JSON does not know is written as text."""
-    print(json.dumps(value, indent=2, default=str))
+    """A value as JSON; what JSON does not know is written as text, and a number that is not finite as null."""
+    print(json.dumps(_finite(value), indent=2, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:

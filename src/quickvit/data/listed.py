@@ -26,7 +26,10 @@ def open_listed(
     first folder on the way to the image.
     """
     listing, folder = Path(listing), Path(folder)
-    rows = list(_read_csv(listing) if listing.suffix.lower() == ".csv" else _read_text(listing, folder))
+    try:
+        rows = list(_read_csv(listing) if listing.suffix.lower() == ".csv" else _read_text(listing, folder))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{listing} is no list of images in UTF-8: {error}") from error
     if not rows:
         raise ValueError(f"{listing} lists no images")
     known = sorted({name for _, _, name in rows}) if classes is None else list(classes)

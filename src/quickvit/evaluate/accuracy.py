@@ -94,6 +94,10 @@ def measure_accuracy(
         for batch in world.together(tqdm(loader, f"accuracy on {source.name}", unit="batch", disable=quiet)):
             images += 0 if batch is None else len(batch.images)
             shown, targets, indices = batch or idle
+            if batch is not None and (missing := indices[targets == UNLABELLED]).numel():
+                raise ValueError(
+                    f"{source.describe(int(missing[0]))} has no label to be compared with an answer"
+                )
             targets = torch.where(targets == UNLABELLED, UNLABELLED, numbers[targets])
             shown = cut_circle(shown) if circle else shown
             for row, pose in zip(counts, poses, strict=True):

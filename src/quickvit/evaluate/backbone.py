@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from hashlib import blake2b
 from inspect import signature
 from typing import Any
@@ -95,7 +94,7 @@ class Backbone:
         """The features of the patches [B, H, W, C] of the last layer, as "patches"."""
         return {"patches": self._finish(self._tokens(images, 1)[-1][0].permute(0, 2, 3, 1))}
 
-    @cached_property
+    @property
     def identity(self) -> dict[str, Any]:
         """What decides the features besides the images: structure and weights without the head, and precision."""
         config = getattr(self.model, "config", {})

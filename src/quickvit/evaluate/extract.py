@@ -19,7 +19,8 @@ from quickvit.data.loader import MAX_UNREADABLE
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.metrics import confusion_matrix
 from quickvit.evaluate.rotation import UPRIGHT, Pose, cut_circle
-from quickvit.evaluate.store import PRESENT, ArrayStore, Rows, Spec, default_cache
+from quickvit.evaluate.store import PRESENT, ArrayStore, Rows, Spec
+from quickvit.ops.storage import cache_folder
 from quickvit.train.distributed import World
 
 # The array of the classes, beside the features.
@@ -49,7 +50,7 @@ class Extraction:
     @property
     def root(self) -> Path:
         """The folder of the cache."""
-        return default_cache() if self.cache is None else self.cache
+        return cache_folder("features") if self.cache is None else self.cache
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,13 @@ def extract(
 def describe_source(source: Source, name: Callable[[int], str] | None = None) -> str:
     """A digest of what a source holds, by which its features are found again.
 
-    All names (by default of the samples) and, where the source has them at hand, targets. Of its files, which are
-    those names or what the source says, also size and time of change.
+    All names (by default of the samples) and, where the source has them at hand, targets and a fingerprint of its
+    own. Of its files, which are those names or what the source says, also size and time of change.
     """
     files = getattr(source, "files", ()) if name is None else ()
     name = name or source.describe
     digest = blake2b(repr((source.name, source.classes, len(source))).encode(), digest_size=16)
+    digest.update(getattr(source, "fingerprint", "").encode())
     targets = getattr(source, "targets", None)
     digest.update(b"" if targets is None else repr(list(map(int, targets))).encode())
     for path in chain(map(name, range(len(source))), files):

@@ -23,8 +23,8 @@ def class_names(model: nn.Module) -> tuple[str, ...]:
 def class_numbers(model: nn.Module, classes: Sequence[str], data: str) -> list[int]:
     """For each class of some data the number that a model has for it.
 
-    Data has its classes in the order of their names, and may have fewer, or write one in capital letters. Where a
-    model says no names, or others throughout (words and not synsets, say), the order is taken to be the same.
+    Data has its classes in the order of their names, may have fewer than the model, and must write them alike. Where
+    a model says no names, or others throughout (words and not synsets, say), the order is taken to be the same.
     """
     names = class_names(model)
     unknown = [name for name in classes if name not in names]

@@ -81,9 +81,12 @@ def rotate(images: Tensor, degrees: float | Sequence[float], mode: Mode = "bilin
         turns, rest = divmod(degrees, 90)
         tilted = _tilt(images, [rest] * len(images), mode) if rest else images
         return torch.rot90(tilted, int(turns), (-2, -1))
-    if len(degrees) != len(images) or images.shape[-2] != images.shape[-1]:
+    if len(degrees) != len(images):
+        raise ValueError(f"expected an angle for each of the {len(images)} images, got {len(degrees)}")
+    if images.shape[-2] != images.shape[-1]:
         raise ValueError(
-            f"expected an angle for each of some square images, got {len(degrees)} for {tuple(images.shape)}"
+            "images must be square to be turned by an angle each, got "
+            f"{images.shape[-2]}×{images.shape[-1]} pixels"
         )
     parts = [divmod(angle, 90) for angle in degrees]
     slanted = [i for i, (_, rest) in enumerate(parts) if rest]

@@ -8,7 +8,6 @@ again each time, since a disk or a network may have failed for a moment.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import zlib
@@ -205,11 +204,6 @@ class ArrayStore:
                     name, _, checksum = entry.partition(":")
                     if number.isdecimal():
                         yield int(number), name, checksum
-
-
-def default_cache() -> Path:
-    """Where features are kept if no other folder is given."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quickvit" / "features"
 
 
 def _as_numpy(tensor: Tensor) -> np.ndarray:

@@ -21,6 +21,7 @@ VALUES = 256
 
 def draw_confusion(confusion: Tensor, classes: Sequence[str], path: Path) -> None:
     """The share of each true class (row) that was given each class (column)."""
+    # Names of classes may have dollars in them.
     share = confusion.double() / confusion.sum(1, keepdim=True).clamp(min=1)
     side = min(14.0, 2.5 + 0.45 * len(classes))
     figure = Figure(figsize=(side, side), layout="constrained")
@@ -30,8 +31,8 @@ def draw_confusion(confusion: Tensor, classes: Sequence[str], path: Path) -> Non
     axes.set_xlabel("predicted")
     axes.set_ylabel("true")
     if len(classes) <= NAMED:
-        axes.set_xticks(range(len(classes)), classes, rotation=90)
-        axes.set_yticks(range(len(classes)), classes)
+        axes.set_xticks(range(len(classes)), classes, rotation=90, parse_math=False)
+        axes.set_yticks(range(len(classes)), classes, parse_math=False)
     if len(classes) <= NUMBERED:
         for row, column in confusion.nonzero().tolist():
             shade = "white" if share[row, column] > 0.5 else "black"
@@ -49,7 +50,7 @@ def draw_predictions(images: Sequence[Image.Image], labels: Sequence[tuple[str, 
         axes.imshow(image)
         axes.set_axis_off()
         words = true if true == predicted else f"{predicted}\n(is {true})"
-        axes.set_title(words, size=8, color=RIGHT if true == predicted else WRONG)
+        axes.set_title(words, size=8, color=RIGHT if true == predicted else WRONG, parse_math=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

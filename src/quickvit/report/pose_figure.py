@@ -123,8 +123,9 @@ def draw_predictions(exploration: Exploration, image: int = 0) -> str:
             axes.set(xticks=[], yticks=[])
             axes.set_title(symbol(g), size=11, style="italic", pad=3)
         for row, answers, colour in zip(rows, models, colours, strict=True):
+            # Names of models and of classes may have dollars in them.
             style: dict[str, Any] = {"weight": "bold", "size": 11, "ha": "right", "va": "center"}
-            row[0].text(-0.15, 0, answers.model, color=colour, **style)
+            row[0].text(-0.15, 0, answers.model, color=colour, parse_math=False, **style)
             labels = [exploration.classes[label] for label in answers.labels[image].tolist()]
             confidences = answers.probabilities[image].amax(-1).tolist()
             for axes, label, confidence in zip(row, labels, confidences, strict=True):
@@ -140,7 +141,6 @@ def _draw_answer(axes: Axes, label: str, confidence: float, colour: str, *, same
     axes.barh(0, confidence, height=0.24, color=colour if same else MUTED)
     label = label if len(label) <= LETTERS else f"{label[: LETTERS - 1]}…"
     style: dict[str, Any] = {"weight": "bold"} if same else {"style": "italic", "color": MUTED}
-    # Names of classes may have dollars in them.
     axes.text(0, 0.55, label, size=8.5, va="center", parse_math=False, **style)
     axes.text(1, -0.5, f"{100 * confidence:.0f} %", size=8, color=MUTED, ha="right", va="center")
     axes.set(xlim=(0, 1), ylim=(-0.9, 1.0))

@@ -26,8 +26,8 @@ class Sample(NamedTuple):
 class Source(Protocol):
     """Samples by number. Every worker gets a copy: pickling one must be cheap.
 
-    A source whose samples are not files of their own may have `files`, the paths of those that it reads: when they
-    change, features are computed again.
+    A source whose samples are not files of their own may have `files`, the paths of those that it reads, or a
+    `fingerprint`: when they change, features are computed again.
     """
 
     @property

@@ -38,6 +38,11 @@ class CachedSource:
         """The other source's."""
         return tuple(getattr(self.source, "files", ()))
 
+    @property
+    def fingerprint(self) -> str:
+        """The other source's."""
+        return getattr(self.source, "fingerprint", "")
+
     def __len__(self) -> int:
         return len(self.table)
 

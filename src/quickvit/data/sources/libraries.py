@@ -73,6 +73,11 @@ class HuggingFaceSource:
         """The number of the image."""
         return f"{self.name}, image {index}"
 
+    @property
+    def fingerprint(self) -> str:
+        """What datasets makes of the content and of all that was done to it."""
+        return getattr(self.reader.dataset, "_fingerprint", "")
+
 
 def open_torchvision(name: str, root: str | None, split: str, *, labelled: bool = True) -> TorchvisionSource:
     """torchvision's CIFAR, MNIST, ImageNet, Places365, iNaturalist 2021 …, downloaded before into a folder."""

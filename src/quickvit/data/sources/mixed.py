@@ -27,6 +27,11 @@ class MixedSource:
         """Those of all sources."""
         return tuple(file for source in self.sources for file in getattr(source, "files", ()))
 
+    @property
+    def fingerprint(self) -> str:
+        """Those of all sources."""
+        return " ".join(getattr(source, "fingerprint", "") for source in self.sources).strip()
+
     def __len__(self) -> int:
         return self.ends[-1]
 

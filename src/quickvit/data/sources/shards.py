@@ -25,6 +25,8 @@ from quickvit.data.sources.folder import read_class_list
 
 LABEL = ".cls"
 INFO = ("_info.json", "info.json")
+# Of a class's number: all classes below it have a name here.
+MOST_DIGITS = 6
 # What each word stands for in the name of a shard; "test" serves for validation, and is still a test split.
 OWN_SPLIT = {word: split for split, words in SPLITS.items() for word in words}
 
@@ -180,6 +182,8 @@ def _index(shard: Path, *, labelled: bool) -> Iterator[tuple[str, int, int, int]
 
 
 def _label(text: bytes, name: str) -> int:
-    if not text.strip().isdigit():
-        raise ValueError(f"{name} must hold the number of a class, got {text!r}")
+    if not text.strip().isdigit() or len(text.strip()) > MOST_DIGITS:
+        raise ValueError(
+            f"{name} must hold the number of a class, of at most {MOST_DIGITS} digits, got {text[:80]!r}"
+        )
     return int(text)
