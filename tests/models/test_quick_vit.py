@@ -208,6 +208,17 @@ def test_gradient_checkpointing_changes_nothing():
         torch.testing.assert_close(a, b)
 
 
+def test_gradient_checkpointing_of_steerable_features(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "quickvit.models.quick_vit.checkpoint", lambda block, x, **_: (calls.append(block), block(x))[1]
+    )
+    model = tiny("i8")
+    model.set_grad_checkpointing()
+    model.forward_steerable(images(model).float())
+    assert calls == list(model.blocks[: model.octic_depth])
+
+
 def test_masked_patches_are_hidden_and_keep_the_symmetry():
     model = tiny("i8", mask_token=True).double().eval()
     x = images(model)

@@ -28,15 +28,14 @@ def build(
     checkpoint: str | None = None,
     *,
     img_size: tuple[int, int] | None = None,
-    turning: bool = False,
 ) -> ViT:
-    """The model of this name, with a checkpoint's weights; `turning` lets it take images turned by 90°."""
+    """The model of this name, with a checkpoint's weights; it also takes images turned by 90°."""
     state, config = (None, None) if checkpoint is None else read_checkpoint(checkpoint)
     if state is not None and config is not None:
         _check_same(name, config, checkpoint)
-        model = restore_any(_turning(config) if turning else config, state, str(checkpoint))
+        model = restore_any(_turning(config), state, str(checkpoint))
     else:
-        model = create_model(name, **{} if name.startswith("quickvit_") else {DYNAMIC: turning})
+        model = create_model(name, **{} if name.startswith("quickvit_") else {DYNAMIC: True})
         if state is not None:
             load_weights(model, state, source=str(checkpoint))
     return _resized(model, img_size)
@@ -71,7 +70,7 @@ def load_model(
     if pretrained and not foreign:
         raise ValueError(f"--pretrained is for timm's models; {model} has no weights there")
     if not foreign or (not pretrained and is_model_in_modules(model, VIT_MODULES)):
-        return build(model, checkpoint, img_size=img_size, turning=True)
+        return build(model, checkpoint, img_size=img_size)
     options: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
     try:
         found = timm.create_model(model, pretrained=pretrained, **options)

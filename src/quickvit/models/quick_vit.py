@@ -388,7 +388,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         )
         x, grid = self._embed(x)
         for block in self.blocks[:depth]:
-            x = block(x)
+            x = self._call(block, x)
         return SteerableTokens(x, grid, self.num_prefix_tokens, self.group)
 
     def forward_intermediates(

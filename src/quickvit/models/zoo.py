@@ -61,11 +61,6 @@ PATCHES = (14, 16)
 LAYER_SCALE = 1e-4
 
 
-def variant_names(family: str) -> list[str]:
-    """The registered names of a family, small to large."""
-    return [f"quickvit_{family}_{size}_patch{patch}_224" for size in SIZES for patch in PATCHES]
-
-
 def create_baseline(size: str, patch_size: int = 16, **kwargs: Any) -> VisionTransformer:
     """timm's standard ViT of the same size and with the same extras (layer scale, no position on the class token)."""
     if size not in SIZES:
