@@ -171,9 +171,7 @@ def test_the_matrices_of_irreps_are_stacked():
     model = small_model()
     groups = parameter_groups(model, constant(1.0), 0.05)
     stacked = {id(p) for group in groups if group["stacked"] for p in group["params"]}
-    expected = {
-        id(p) for m in model.modules() if isinstance(m, OcticLinear) for p in (m.weight_1, m.weight_2)
-    }
+    expected = {id(p) for m in model.modules() if isinstance(m, OcticLinear) for p in m.weights}
     assert stacked == expected | {id(m.weight) for m in model.modules() if isinstance(m, OcticLift)}
 
 

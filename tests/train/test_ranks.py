@@ -12,6 +12,7 @@ import torch
 
 EPOCHS = 4  # of 5 steps
 QUICK, STANDARD = "quickvit_i8_tiny_patch16_224", "baseline_tiny_patch16_224"
+MIRRORED = "quickvit_h2_tiny_patch16_224"
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,8 @@ def assert_close_run(out, expected):
         (2, {"parallel": "fsdp", "accumulate": 2}, {"model": QUICK}),
         (2, {"parallel": "ddp", "accumulate": 2}, {"model": STANDARD}),
         (2, {"parallel": "fsdp"}, {"model": STANDARD}),
+        # Its group has no two-dimensional irreps.
+        (2, {"parallel": "fsdp"}, {"model": MIRRORED}),
         # Three ranks share few axes evenly, and some have no part of some tensors.
         (3, {"parallel": "fsdp"}, {"model": QUICK, "batch_size": 6}),
     ],

@@ -19,8 +19,11 @@ class OcticLinear(nn.Module):
     """y_ρ = W_ρ x_ρ for each irrep ρ, plus a bias on A1: [..., C] → [..., F].
 
     Parameters: weight_1 [n1, F/|G|, C/|G|] for the one-dimensional irreps, weight_2 [n2, 2F/|G|, 2C/|G|] for the
-    two-dimensional ones, bias [F/|G|]. For D8 that is an eighth of the weights of nn.Linear.
+    two-dimensional ones, bias [F/|G|]. For D8 that is an eighth of the weights of nn.Linear. A group without
+    two-dimensional irreps has no weight_2: optimisers and FSDP stumble over parameters without entries.
     """
+
+    weight_2: nn.Parameter | None
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, group: DihedralGroup = D8
@@ -30,7 +33,8 @@ class OcticLinear(nn.Module):
         self.out_layout = Layout(out_features, group)
         rows, columns = self.out_layout.copies, self.in_layout.copies
         self.weight_1 = nn.Parameter(torch.empty(group.num_one_dim, rows, columns))
-        self.weight_2 = nn.Parameter(torch.empty(group.num_two_dim, 2 * rows, 2 * columns))
+        pairs = torch.empty(group.num_two_dim, 2 * rows, 2 * columns)
+        self.register_parameter("weight_2", nn.Parameter(pairs) if group.num_two_dim else None)
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
         self.reset_parameters()
 
@@ -39,7 +43,7 @@ class OcticLinear(nn.Module):
         # A standard layer sums C inputs with weights of 0.02; a block sums only its own C/8 or C/4. Scaling the
         # weights by the square root of that ratio keeps the variance of the output, and so the training recipe.
         for weight in (self.weight_1, self.weight_2):
-            if weight.numel():
+            if weight is not None:
                 std = STANDARD_STD * ((self.in_layout.channels / weight.shape[2]) ** 0.5 if matched else 1.0)
                 nn.init.trunc_normal_(weight, std=std, a=-2, b=2)
         if self.bias is not None:
@@ -47,8 +51,11 @@ class OcticLinear(nn.Module):
 
     @property
     def weights(self) -> Weights:
-        """Both weights."""
-        return self.weight_1, self.weight_2
+        """Both weights, the second one without entries where the group has no two-dimensional irreps."""
+        if self.weight_2 is not None:
+            return self.weight_1, self.weight_2
+        _, rows, columns = self.weight_1.shape
+        return self.weight_1, self.weight_1.new_empty(0, 2 * rows, 2 * columns)
 
     def deferred(self, x: Tensor, weights: Weights | None = None) -> tuple[Tensor, Tensor | None]:
         """The layer for callers whose next step can add a bias: its result, and the bias that is left to add.

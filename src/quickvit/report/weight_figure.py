@@ -32,7 +32,7 @@ def draw_blocks(layer: OcticLinear) -> str:
     group = layer.in_layout.group
     blocks = list(zip(layer.out_layout.blocks, layer.in_layout.blocks, strict=True))
     colours = [_colour(group, rows.irrep) for rows, _ in blocks]
-    fewer_weights = weight.numel() / (layer.weight_1.numel() + layer.weight_2.numel())
+    fewer_weights = weight.numel() / sum(part.numel() for part in layer.weights)
     fewer_products = weight.numel() / weight.count_nonzero().item()
     notes = {
         "regular basis": f"{weight.numel():,} products for each token",

@@ -169,6 +169,6 @@ def _stacked_parameters(model: nn.Module) -> Iterable[nn.Parameter]:
     """Parameters that hold one matrix or kernel per irrep."""
     for module in model.modules():
         if isinstance(module, OcticLinear):
-            yield from (module.weight_1, module.weight_2)
+            yield from (weight for weight in (module.weight_1, module.weight_2) if weight is not None)
         elif isinstance(module, OcticLift):
             yield module.weight
