@@ -8,6 +8,9 @@ from PIL import Image
 from quickvit import QuickVisionTransformer, create_baseline
 from quickvit.data import find_images, input_size, preprocessing
 from quickvit.evaluate import embed_images
+from quickvit.evaluate.backbone import Backbone
+from quickvit.evaluate.equivariance import verify_symmetry
+from quickvit.evaluate.predict import predict_images
 from quickvit.testing import randomize
 
 
@@ -54,6 +57,25 @@ def test_features_are_those_of_the_model_whatever_the_batch_size(model, folder):
     with Image.open(paths[0]) as image, torch.no_grad():
         expected = model.eval()(preprocessing(model)(image.convert("RGB"))[None])[0]
     np.testing.assert_allclose(results[0].features[0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, torch.nn.DataParallel])
+def test_wrapped_models(model, folder, wrap):
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 3}
+    model, files = randomize(QuickVisionTransformer(family="i8", **options)), find_images([folder])
+    wrapped = wrap(model, backend="eager") if wrap is torch.compile else wrap(model)
+    expected = predict_images(model, files).shares
+    torch.testing.assert_close(predict_images(wrapped, files).shares, expected)
+    assert verify_symmetry(wrapped) == verify_symmetry(model)
+    x = torch.randn(2, 3, 32, 32)
+    found = Backbone(wrapped, "wrapped").pooled(x)
+    for name, feature in Backbone(model, "model").pooled(x).items():
+        torch.testing.assert_close(found[name], feature)
+
+
+def test_a_single_file(model, folder):
+    for path in (folder / "a.png", str(folder / "a.png")):
+        assert embed_images(model, path).paths == (str(folder / "a.png"),)
 
 
 def test_the_model_keeps_its_mode(model, folder):

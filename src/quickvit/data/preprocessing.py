@@ -10,17 +10,18 @@ from torch import nn
 
 from quickvit.data.transforms import EvalTransform
 from quickvit.models import QuickVisionTransformer
-from quickvit.models.declared import declare, declared
+from quickvit.models.declared import declare, declared, unwrapped
 
 
 def input_size(model: nn.Module) -> tuple[int, int, int]:
     """Channels, height and width of the images that a Quick ViT or a ViT of timm expects."""
-    if isinstance(model, QuickVisionTransformer):
-        height, width = model.img_size
-        return model.in_chans, height, width
-    if isinstance(model, VisionTransformer) and model.patch_embed.img_size is not None:
-        height, width = model.patch_embed.img_size
-        return model.patch_embed.proj.in_channels, height, width
+    inner = unwrapped(model)
+    if isinstance(inner, QuickVisionTransformer):
+        height, width = inner.img_size
+        return inner.in_chans, height, width
+    if isinstance(inner, VisionTransformer) and inner.patch_embed.img_size is not None:
+        height, width = inner.patch_embed.img_size
+        return inner.patch_embed.proj.in_channels, height, width
     raise ValueError(f"expected a Quick ViT or a ViT of timm with an image size, got {type(model).__name__}")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quickvit.data import EvalTransform
 from quickvit.models import QuickVisionTransformer
-from quickvit.models.declared import declared
+from quickvit.models.declared import declared, unwrapped
 
 # As many last layers as DINOv2's linear probe sees at most.
 LAYERS = 4
@@ -33,6 +33,7 @@ class Backbone:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        model = unwrapped(model)
         intermediates = getattr(model, "forward_intermediates", None)
         if intermediates is None or "return_prefix_tokens" not in signature(intermediates).parameters:
             raise ValueError(

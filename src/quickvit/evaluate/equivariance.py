@@ -12,6 +12,7 @@ from torch.nn import functional
 from quickvit.data import input_size
 from quickvit.group import D8, Element, act_on_image, act_on_tokens
 from quickvit.models import FAMILIES, QuickVisionTransformer
+from quickvit.models.declared import unwrapped
 from quickvit.testing import TOLERANCES, errors_and_tolerance, unmoved
 
 
@@ -68,7 +69,7 @@ def verify_symmetry(
     """
     if dtype not in TOLERANCES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, TOLERANCES))}, got {dtype}")
-    model = copy.deepcopy(model).to(dtype).eval()
+    model = copy.deepcopy(unwrapped(model)).to(dtype).eval()
     device = next(model.parameters()).device
     images = random_images((batch_size, *input_size(model)), seed).to(device, dtype)
 

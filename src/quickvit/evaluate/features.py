@@ -32,7 +32,7 @@ class Embedding:
 
 def embed_images(
     model: nn.Module,
-    images: Iterable[str | Path],
+    images: str | Path | Iterable[str | Path],
     *,
     batch_size: int = 32,
     device: str | torch.device = "cpu",
@@ -46,7 +46,7 @@ def embed_images(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    paths = [Path(image) for image in images]
+    paths = [Path(image) for image in ([images] if isinstance(images, str | Path) else images)]
     transform = preprocessing(model)
     training = model.training
     model = model.to(device).eval()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from quickvit.models.declared import LABELS, declared
+from quickvit.models.declared import LABELS, declared, unwrapped
 
 logger = logging.getLogger(__name__)
 # Names that an error lists.
@@ -17,7 +17,7 @@ LISTED = 5
 def class_names(model: nn.Module) -> tuple[str, ...]:
     """The names of a model's classes; none where it says none, or not as many as it has answers."""
     names = tuple(declared(model).get(LABELS) or ())
-    return names if len(names) == getattr(model, "num_classes", None) else ()
+    return names if len(names) == getattr(unwrapped(model), "num_classes", None) else ()
 
 
 def class_numbers(model: nn.Module, classes: Sequence[str], data: str) -> list[int]:

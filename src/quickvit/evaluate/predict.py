@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from quickvit.evaluate.features import embed_images
 from quickvit.evaluate.labels import class_names
+from quickvit.models.declared import unwrapped
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,12 @@ class Answers:
         ]
 
 
-def predict_images(model: nn.Module, images: Iterable[str | Path], **options: Any) -> Answers:
+def predict_images(model: nn.Module, images: str | Path | Iterable[str | Path], **options: Any) -> Answers:
     """The softmax of a model's outputs for image files; `options` are those of `embed_images`.
 
     Classes have the names of the data that a checkpoint was trained on, else their numbers.
     """
-    number: int = getattr(model, "num_classes", 0)
+    number: int = getattr(unwrapped(model), "num_classes", 0)
     if not number:
         raise ValueError(
             "the model has no head, num_classes is 0: train one, or use embed_images for its features"

@@ -72,6 +72,14 @@ POSES = (
 """The rotations of the paper's tables (random quarter turns and 45°), and what they are made of."""
 
 
+def require_square(size: tuple[int, int], poses: Sequence[Pose]) -> None:
+    """Refuse poses in which images of this size are turned by an angle each."""
+    if size[0] != size[1] and any(isinstance(pose.rotate, str) for pose in poses):
+        raise ValueError(
+            f"random turns need square images, the model's are {size[0]}×{size[1]}; give it another --img-size"
+        )
+
+
 def rotate(images: Tensor, degrees: float | Sequence[float], mode: Mode = "bilinear") -> Tensor:
     """Images [B, C, H, W] turned anti-clockwise, all alike or each by its own angle (if square).
 

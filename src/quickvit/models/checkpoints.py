@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from quickvit.layers import OcticFoldedBlock
-from quickvit.models.declared import LABELS, declare, declared
+from quickvit.models.declared import LABELS, WRAPPERS, declare, declared, unwrapped
 from quickvit.models.quick_vit import QuickVisionTransformer
 
 CONFIG_KEY = "quickvit"
@@ -33,7 +33,6 @@ PREPROCESSING = "preprocessing"
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 CROP_MODES = ("center", "squash", "border")
 # What wrappers put into parameter names: torch.compile, then DDP and averaged models.
-_WRAPPERS = ("_orig_mod", "module")
 # Where training programs keep the weights in what they save.
 _NESTS = ("teacher", "model", "state_dict")
 # What torch.load(weights_only=True) was seen to raise on damaged and on foreign files.
@@ -82,7 +81,7 @@ def save_checkpoint(model: nn.Module, path: str | Path, state: dict[str, Tensor]
     state = stripped(model.state_dict() if state is None else state)
     preprocessing = declared_preprocessing(model)
     config = {**model.config, PREPROCESSING: preprocessing} if preprocessing else model.config
-    _check_written(config, state, type(model))
+    check_written(config, state, type(model))
     if problems := _problems(_outline(type(model), model.config).state_dict(), state):
         raise CheckpointError(
             f"cannot save a model that its configuration no longer describes: {'; '.join(problems)}"
@@ -118,7 +117,7 @@ def require_suffix(path: str | Path) -> None:
         raise ValueError(f"checkpoints are written to {SUFFIX} files, got {path}")
 
 
-def _check_written(
+def check_written(
     config: dict[str, Any], state: dict[str, Tensor], model_class: type[QuickVisionTransformer]
 ) -> None:
     """The checks of a reader, on what it will find."""
@@ -134,12 +133,9 @@ def _check_written(
 
 
 def _unwrap(model: nn.Module) -> QuickVisionTransformer:
-    inner: Any = model
-    while not isinstance(inner, QuickVisionTransformer):
-        wrapped = [getattr(inner, name) for name in _WRAPPERS if hasattr(inner, name)]
-        if not wrapped:
-            raise TypeError(f"expected a QuickVisionTransformer, got {type(model).__name__}")
-        inner = wrapped[0]
+    inner = unwrapped(model)
+    if not isinstance(inner, QuickVisionTransformer):
+        raise TypeError(f"expected a QuickVisionTransformer, got {type(model).__name__}")
     return inner
 
 
@@ -231,7 +227,7 @@ def load_weights(
 
 def strip_wrappers(name: str) -> str:
     """A parameter name without what torch.compile and DDP put into it, wherever that stands."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
@@ -305,7 +301,11 @@ def _outline(model_class: type[QuickVisionTransformer], config: dict[str, Any]) 
 
 
 def stripped(state: dict[str, Tensor], source: str = "the model") -> dict[str, Tensor]:
-    """A state dict without the prefixes that DDP and torch.compile put before names."""
+    """A state dict without the prefixes that DDP and torch.compile put before names.
+
+    Nor has it the entries that count the updates of an average, or have nothing in them.
+    """
+    state = {name: tensor for name, tensor in state.items() if name != "n_averaged" and tensor.numel()}
     stripped = {strip_wrappers(name): tensor for name, tensor in state.items()}
     if len(stripped) != len(state):
         raise CheckpointError(f"{source} has several tensors whose names differ by a wrapper's prefix only")

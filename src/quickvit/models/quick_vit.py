@@ -10,6 +10,7 @@ from operator import index
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
 from huggingface_hub.constants import SAFETENSORS_SINGLE_FILE
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quickvit.group import D2, D8, DihedralGroup, Element, act_on_tokens
 from quickvit.layers import (
+    INVARIANTS,
     FreeLift,
     InvariantTokens,
     OcticBlock,
@@ -140,10 +142,9 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         released_norm: bool = False,
         released_init: bool = False,
     ) -> None:
-        # JSON, and so a checkpoint, knows no integers of numpy.
-        num_classes = index(num_classes)
-        patch_size = _side(patch_size)
-        config = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        num_classes, patch_size = index(num_classes), _side(patch_size)
+        # JSON, and so a checkpoint, knows no numbers of NumPy.
+        config = {name: _plain(v) for name, v in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self.config: dict[str, Any] = config
         # What the Hub's mixin saves: the same dictionary, so that it follows every change.
@@ -155,6 +156,10 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         _require(0 <= drop_path_rate <= 1, f"drop_path_rate must lie between 0 and 1, got {drop_path_rate}")
         _require(global_pool in POOLS, f"global_pool must be one of {POOLS}, got {global_pool!r}")
         _require(class_token or global_pool != "token", "global_pool='token' needs class_token=True")
+        _require(
+            invariant in INVARIANTS,
+            f"unknown invariant {invariant!r}; expected one of {', '.join(INVARIANTS)}",
+        )
         _require(lift in ("octic", "free"), f"lift must be 'octic' or 'free', got {lift!r}")
         _require(
             lift == "octic" or not kind.invariant, f"a free lift breaks the invariance that {family} promises"
@@ -291,7 +296,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         if patch_size not in (None, self.patch_size):
             raise ValueError(f"the patch size is fixed at {self.patch_size}, cannot make it {patch_size}")
         if img_size is not None:
-            size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+            size = tuple(map(index, img_size)) if isinstance(img_size, Sequence) else 2 * (index(img_size),)
             self.grid_size = self._grid(*size)
             self.img_size = self.config["img_size"] = size
             if hasattr(self, "pos_embed"):
@@ -574,6 +579,10 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         if self.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, *args, use_reentrant=False, **kwargs)
         return block(*args, **kwargs)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _family(name: str) -> Family:

@@ -16,6 +16,7 @@ from quickvit.models.checkpoints import (
     PREPROCESSING,
     CheckpointError,
     check_preprocessing,
+    check_written,
     declared_preprocessing,
     is_a,
     require_fit,
@@ -23,6 +24,7 @@ from quickvit.models.checkpoints import (
     tuples,
 )
 from quickvit.models.declared import declare
+from quickvit.models.quick_vit import QuickVisionTransformer
 from quickvit.models.zoo import STANDARD, ViT, create_model
 
 # The options of a ViT; only plain values of their types are taken from a file.
@@ -37,6 +39,16 @@ def standard_config(model: VisionTransformer) -> dict[str, Any] | None:
         return None
     preprocessing = declared_preprocessing(model)
     return {**created, PREPROCESSING: preprocessing} if preprocessing else created
+
+
+def require_writable(model: ViT) -> None:
+    """Refuse a model that no checkpoint could describe, before it is trained."""
+    if isinstance(model, QuickVisionTransformer):
+        check_written(model.config, model.state_dict(), type(model))
+    elif standard_config(model) is None:
+        created = getattr(model, "config", {})
+        wrong = {k: v for k, v in created.items() if k != STANDARD and not _fits(k, v)}
+        raise ValueError(f"a checkpoint could not describe {created.get(STANDARD)} with {wrong or created}")
 
 
 def restore_any(

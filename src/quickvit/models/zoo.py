@@ -73,6 +73,8 @@ ViT = QuickVisionTransformer | VisionTransformer
 """A Quick ViT or a standard one."""
 # The entry of a standard ViT's configuration that has its name.
 STANDARD = "standard"
+# Arguments of timm's that say where weights come from, not what the model is.
+WEIGHTS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
 # The modules of timm whose models are its VisionTransformer.
 VIT_MODULES = ("vision_transformer", "deit")
 # Named apart from timm's own ViTs, whose sizes of the same name differ.
@@ -93,7 +95,7 @@ def create_model(name: str, **options: Any) -> ViT:
         assert isinstance(created, ViT)
         model = _with_packing(created) if isinstance(created, VisionTransformer) else created
     if isinstance(model, VisionTransformer):
-        config: Any = {STANDARD: name, **options}
+        config: Any = {STANDARD: name, **{key: v for key, v in options.items() if key not in WEIGHTS}}
         model.config = config
     return model
 
