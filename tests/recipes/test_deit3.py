@@ -163,6 +163,11 @@ def test_a_batch_larger_than_the_data(config):
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"average": 2.0}, r"average must be a decay of 0 … 1, less than 1, got 2\.0"),
         ({"average": 1.0}, r"less than 1, got 1\.0"),
+        ({"learning_rate": -1.0}, r"learning_rate must be at least 0, got -1\.0"),
+        ({"weight_decay": -5.0}, r"weight_decay must be at least 0, got -5\.0"),
+        ({"warmup_epochs": -1.0}, r"warmup_epochs must be at least 0, got -1\.0"),
+        ({"layer_decay": -1.0}, r"layer_decay must be above 0 and at most 1, got -1\.0"),
+        ({"steps_per_epoch": 0}, "steps_per_epoch must be at least 1, got 0"),
         ({"clip": 0.0}, r"clip must be above 0, or null for no clipping, got 0\.0"),
         ({"clip": -1.0}, r"clip must be above 0, or null for no clipping, got -1\.0"),
         (
@@ -294,6 +299,20 @@ def test_stochastic_depth_is_the_same_everywhere(config, name):
         ({"invariant": "cubic"}, "unknown invariant 'cubic'"),
         ({"lift": "free"}, "a free lift breaks the invariance"),
         ({"model_args": {"width": 3}}, "cannot build quickvit_i8_tiny_patch16_224 with .*width"),
+        ({"model_args": {"img_size": 64}}, "model_args has img_size, which --img-size decides"),
+        ({"model_args": {"drop_path_rate": 0.3}}, "has drop_path_rate, which --drop-path decides"),
+        ({"model_args": {"num_classes": 3}}, "has num_classes, which the data decides"),
+        ({"model_args": {"patch_size": 8}}, "patch_size is given twice, as 4 and as 8 in model_args"),
+        ({"octic_depth": 1, "model_args": {"octic_depth": 2}}, "octic_depth is given twice, as 1 and as 2"),
+        (
+            {"model": "quickvit_h8_tiny_patch16_224", "invariant": "linear"},
+            "invariant is for d8 and i8, quickvit_h8_tiny_patch16_224 has none, got linear",
+        ),
+        ({"layer_scale": -1.0}, r"init_values=-1\.0 in its configuration, expected 0 or more"),
+        (
+            {"model": "vit_tiny_patch16_224", "model_args": {"scriptable": False}},
+            "a checkpoint could not describe vit_tiny_patch16_224 with {'scriptable': False}",
+        ),
         ({"img_size": 30}, "30×30 pixels is not divisible into patches of 4"),
     ],
 )
@@ -413,6 +432,13 @@ def test_fine_tuning_on_other_classes(config, tmp_path):
     model, before = build_model(other), load_checkpoint(start)
     assert model.head.weight.shape == (4, 32)
     assert torch.equal(model.blocks[0].attn.qkv.weight_1, before.blocks[0].attn.qkv.weight_1)
+
+
+def test_where_weights_come_from_is_no_part_of_a_model(config):
+    chosen = replace(config, model="vit_tiny_patch16_224", model_args={"depth": 2, "pretrained": False})
+    train(replace(chosen, epochs=1))
+    found = restore_any(*reversed(read_checkpoint(config.out / "model.safetensors")))
+    assert len(found.blocks) == 2
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])

@@ -169,6 +169,14 @@ def test_other_settings_are_refused(run, tmp_path):
         Trainer(Distillation(width=4, depth=2, heads=1), run, tmp_path).fit()
 
 
+def test_other_settings_are_what_is_said_of_a_run_whose_modules_differ_too(run, tmp_path):
+    Trainer(Distillation(width=3), run, tmp_path).fit()
+    other = Distillation(width=4)
+    other.modules["head"] = nn.Linear(16, 16, bias=False)
+    with pytest.raises(ValueError, match="asked for width 4 instead of 3; use another"):
+        Trainer(other, run, tmp_path).fit()
+
+
 def test_a_run_of_other_modules_is_refused(run, tmp_path):
     Trainer(Distillation(), run, tmp_path).fit()
     other = Distillation()

@@ -222,9 +222,7 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
     }
     peak = {**defaults, **known}["learning_rate"]
     known["final_learning_rate"] = end_of_rate(config.final_learning_rate, FINAL_LEARNING_RATE, peak)
-    _check({**defaults, **known})
-    if config.average is not None and not 0 <= config.average < 1:
-        raise ValueError(f"average must be a decay of 0 … 1, less than 1, got {config.average}")
+    _check({**vars(config), **defaults, **known})
     source = _open_source(config.data, "train")
     if config.classes is not None and config.classes != len(source.classes):
         raise ValueError(
@@ -238,6 +236,8 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
             "leave it out to train on these"
         )
     batch_size = {**defaults, **known}["batch_size"]
+    if config.steps_per_epoch is not None and config.steps_per_epoch < 1:
+        raise ValueError(f"steps_per_epoch must be at least 1, got {config.steps_per_epoch}")
     steps = config.steps_per_epoch or len(source) // batch_size
     if not steps:
         raise ValueError(
@@ -263,6 +263,20 @@ def _check(values: Mapping[str, Any]) -> None:
     for name in ("epochs", "batch_size"):
         if values[name] < 1:
             raise ValueError(f"{name} must be at least 1, got {values[name]}")
+    for name in (
+        "learning_rate",
+        "final_learning_rate",
+        "warmup_learning_rate",
+        "weight_decay",
+        "warmup_epochs",
+    ):
+        if values[name] is not None and not values[name] >= 0:
+            raise ValueError(f"{name} must be at least 0, got {values[name]}")
+    layer_decay, average = values["layer_decay"], values["average"]
+    if layer_decay is not None and not 0 < layer_decay <= 1:
+        raise ValueError(f"layer_decay must be above 0 and at most 1, got {layer_decay}")
+    if average is not None and not 0 <= average < 1:
+        raise ValueError(f"average must be a decay of 0 … 1, less than 1, got {average}")
     clip = values["clip"]
     if clip is not None and not clip > 0:
         raise ValueError(f"clip must be above 0, or null for no clipping, got {clip}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from quickvit.layers import StandardBlock
 from quickvit.models import QuickVisionTransformer, ViT, create_model
 from quickvit.models.checkpoints import load_weights, read_checkpoint, save_checkpoint, save_weights, stripped
-from quickvit.models.standard import restore_any, standard_config
+from quickvit.models.standard import require_writable, restore_any, standard_config
 from quickvit.train import World
 
 ModelArguments = dict[str, int | float | str | bool | None]
@@ -22,6 +23,16 @@ ModelArguments = dict[str, int | float | str | bool | None]
 LayerScale = float | Literal["auto"] | None
 # What need not come from a checkpoint: other classes need another head, and not everyone hides patches.
 REPLACEABLE = ("head.weight", "head.bias", "mask_token.weight")
+# Arguments of models, and what says their values in a recipe.
+DECIDED = {
+    "img_size": "--img-size",
+    "num_classes": "the data",
+    "drop_path_rate": "--drop-path",
+    "uniform_drop_path": "the recipe",
+    "drop_path_subset": "the recipe",
+    "mask_token": "the recipe",
+    "dynamic_img_size": "the recipe",
+}
 # What decides a Quick ViT's outputs and leaves no trace in the shapes of its weights; the last goes with the pooling.
 UNSEEN = ("released_norm", "global_pool", "fc_norm")
 
@@ -88,6 +99,7 @@ def create(
         for name in ("octic_depth", "invariant", "lift")
         if (value := getattr(config, name)) is not None
     }
+    _require_one_place(config, ablation)
     options: dict[str, Any] = {
         "img_size": config.img_size,
         "num_classes": classes,
@@ -107,6 +119,9 @@ def create(
         model = create_model(config.model, **options)
     except TypeError as error:
         raise ValueError(f"cannot build {config.model} with {options}: {error}") from error
+    if isinstance(model, QuickVisionTransformer) and config.invariant and model.invariant is None:
+        raise ValueError(f"invariant is for d8 and i8, {config.model} has none, got {config.invariant}")
+    require_writable(model)
     if isinstance(model, VisionTransformer) and drop_path:
         # timm's own rises from block to block.
         for block in model.blocks:
@@ -114,6 +129,16 @@ def create(
             if isinstance(block, StandardBlock):
                 block.drop_path_subset = drop_path_subset
     return model
+
+
+def _require_one_place(config: Architecture, given: Mapping[str, Any]) -> None:
+    """Refuse further arguments that have an option of their own, or follow from the data."""
+    given = {**given, **({} if config.patch_size is None else {"patch_size": config.patch_size})}
+    for name, value in (config.model_args or {}).items():
+        if name in DECIDED:
+            raise ValueError(f"model_args has {name}, which {DECIDED[name]} decides; leave it out there")
+        if given.get(name, value) != value:
+            raise ValueError(f"{name} is given twice, as {given[name]} and as {value} in model_args")
 
 
 def build(config: Architecture, classes: int, checkpoint: Path | None = None, **options: Any) -> ViT:

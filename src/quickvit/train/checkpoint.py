@@ -19,7 +19,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -225,10 +225,13 @@ class Store:
 
     # ------------------------------------------------------------------ reading
 
-    def newest(self, tensors: Mapping[str, Tensor]) -> tuple[Path, Manifest] | None:
+    def newest(
+        self, tensors: Mapping[str, Tensor], require: Callable[[Path, dict[str, Any]], None] | None = None
+    ) -> tuple[Path, Manifest] | None:
         """The newest sound checkpoint of this state; why newer ones are not is logged.
 
-        Raises a `CheckpointError` if there are checkpoints and none is sound.
+        Raises a `CheckpointError` if there are checkpoints and none is sound. `require` looks at what a manifest that
+        can be read is about, before the tensors are, whose names say less of another run.
         """
         if self.world.main:
             for left in self.folder.glob(".step-*"):
@@ -237,6 +240,8 @@ class Store:
         # All ranks try the same ones, even if they see a folder on a network at different times.
         for path in self.world.gather(self.paths())[0]:
             try:
+                if require is not None:
+                    require(path, self._about(path))
                 return path, self.check(path, tensors)
             except CheckpointError as error:
                 logger.warning("%s is not used: %s", path, error)
@@ -247,6 +252,17 @@ class Store:
                 + "\n".join(reasons)
             )
         return None
+
+    def _about(self, path: Path) -> dict[str, Any]:
+        """What a manifest is about, on all ranks."""
+        try:
+            about, problem = Manifest.read(path / MANIFEST).about, None
+        except CheckpointError as error:
+            about, problem = {}, str(error)
+        problem = next((p for p in self.world.gather(problem) if p is not None), None)
+        if problem is not None:
+            raise CheckpointError(problem)
+        return about
 
     def check(self, path: Path, tensors: Mapping[str, Tensor] | None = None) -> Manifest:
         """The manifest of a checkpoint that is whole, and of this state; the ranks share the reading."""

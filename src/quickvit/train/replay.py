@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quickvit.data import derived_seed
-from quickvit.train.checkpoint import Store
+from quickvit.train.checkpoint import MANIFEST, Store
 from quickvit.train.distributed import CPU, World
 from quickvit.train.recipe import Recipe
 from quickvit.train.trainer import RunConfig, Trainer
@@ -40,6 +40,8 @@ class Replay:
 
 def read_capture(folder: Path) -> dict[str, Any]:
     """What a captured update says of its run: the name of the recipe and its settings."""
+    if not (folder / MANIFEST).is_file():
+        raise FileNotFoundError(f"{folder} is no captured update; those of a run are in RUN/captured/step-…")
     return Store(folder.parent, World()).check(folder).about
 
 

@@ -254,11 +254,10 @@ class Trainer:
         if self.store is None:
             return 0
         state = self.state()
-        found = self.store.newest(state)
+        found = self.store.newest(state, lambda path, about: _require_same(about, self._about(), path))
         if found is None:
             return 0
         path, manifest = found
-        _require_same(manifest.about, self._about(), path)
         self.store.load(path, state)
         logger.info("resuming from %s", path)
         return manifest.step
