@@ -273,6 +273,38 @@ def test_rotation_of_frozen_features(ask, folder, protocol):
     assert "relative to their spread: vector " in out
 
 
+def test_rotation_has_the_options_of_its_protocols(ask, cells, scenes):
+    lists = ("--data", cells, "--train-list", cells / "train.csv", "--test-list", cells / "test.csv")
+    _, out, _ = ask("rotation", "--protocol", "hematology", *lists, "--json")
+    _, alone, _ = ask("hematology", *lists, "--dtype", "float32", "--json")
+    assert json.loads(out)["rows"][0]["answers"] == json.loads(alone)["answers"]
+    code, _, err = ask("rotation", "--protocol", "segmentation", "--data", scenes, "--ignore", 0, 1)
+    assert code == 2
+    assert "ignore" in err or "label" in err
+    for options, message in (
+        (("--protocol", "knn", "--ignore", 11), "--ignore is for --protocol segmentation, got knn"),
+        (("--neighbours", 3), "--neighbours is for --protocol knn, got accuracy"),
+        (("--train-list", "a.csv"), "--train-list is for --protocol knn, linear, hematology"),
+        (("--protocol", "knn", *lists, "--split", "val"), "--split is for splits in folders"),
+        (("--img-size", "32x64"), "random turns need square images, the model's are 32×64"),
+        (("--protocol", "knn", "--img-size", "32x64"), "random turns need square images"),
+    ):
+        code, _, err = ask("rotation", *options)
+        assert code == 2
+        assert message in err
+
+
+def test_weights_with_a_head_of_their_own(ask, tmp_path):
+    """Or with none, of timm's ViTs and of Quick ViTs."""
+    small = ("--img-size", 32, "--neighbours", 1)
+    for name in ("vit_tiny_patch16_224", "quickvit_h8_tiny_patch16_224"):
+        for classes in (0, 5):
+            model = timm.create_model(name, num_classes=classes)
+            torch.save(model.state_dict(), tmp_path / "weights.pth")
+            code, _, _ = ask("knn", *small, "--checkpoint", tmp_path / "weights.pth", model=name)
+            assert code == 0
+
+
 def test_rotation_of_segmentation(ask, scenes):
     code, out, _ = ask("rotation", "--protocol", "segmentation", "--data", scenes, "--json")
     rows = {row["pose"]: row for row in json.loads(out)["rows"]}

@@ -206,7 +206,7 @@ def test_a_bad_batch_is_captured_and_replayed(run, small, tmp_path, monkeypatch)
 def test_replaying_nothing(run, tmp_path):
     code, _, err = run("train", "replay", tmp_path / "nothing")
     assert code == 2
-    assert "its manifest cannot be read" in err
+    assert "nothing is no captured update; those of a run are in RUN/captured" in err
 
 
 def test_missing_extra(run, small, monkeypatch):

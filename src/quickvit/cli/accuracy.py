@@ -15,6 +15,7 @@ from quickvit.cli.command import Command
 from quickvit.cli.output import NOTHING, print_json, print_table
 from quickvit.data import open_source, preprocessing
 from quickvit.evaluate import AccuracyReport, Pose, measure_accuracy
+from quickvit.evaluate.rotation import require_square
 from quickvit.provenance import surroundings
 from quickvit.train.distributed import connected
 
@@ -42,6 +43,7 @@ def accuracies(arguments: Namespace, poses: Sequence[Pose]) -> int:
     with connected(arguments.device) as world:
         model = load_named(arguments).to(world.device)
         transform = preprocessing(model)
+        require_square(transform.size, poses)
         report = measure_accuracy(
             model,
             open_source(arguments.data, arguments.split),

@@ -10,10 +10,11 @@ import timm
 import torch
 from jsonargparse import Namespace
 from timm.models import is_model_in_modules
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import nn
 
 from quickvit.models import QuickVisionTransformer, ViT, create_model
-from quickvit.models.checkpoints import load_weights, read_checkpoint
+from quickvit.models.checkpoints import load_weights, read_checkpoint, stripped
 from quickvit.models.standard import restore_any
 from quickvit.models.zoo import BASELINES, STANDARD, VIT_MODULES
 
@@ -35,8 +36,15 @@ def build(
         _check_same(name, config, checkpoint)
         model = restore_any(_turning(config), state, str(checkpoint))
     else:
-        model = create_model(name, **{} if name.startswith("quickvit_") else {DYNAMIC: True})
+        options: dict[str, Any] = {} if name.startswith("quickvit_") else {DYNAMIC: True}
         if state is not None:
+            state = stripped(state, str(checkpoint))
+            # The file's own head, if it has one.
+            options["num_classes"] = len(state["head.weight"]) if "head.weight" in state else 0
+        model = create_model(name, **options)
+        if state is not None:
+            if isinstance(model, VisionTransformer):
+                state = checkpoint_filter_fn(state, model, interpolation="bicubic")
             load_weights(model, state, source=str(checkpoint))
     return _resized(model, img_size)
 

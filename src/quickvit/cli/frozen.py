@@ -148,7 +148,8 @@ def classify(protocol: str, arguments: Namespace, frozen: Frozen) -> Learned[Cla
     elif arguments.get("solver") == "lbfgs":
         classifier = fit_logistic_grid(train, val, cs=arguments.get("cs") or CS, **common)
     else:
-        training = ProbeTraining(steps=arguments.get("steps", ProbeTraining.steps))
+        steps = arguments.get("steps")
+        training = ProbeTraining() if steps is None else ProbeTraining(steps=steps)
         rates = arguments.get("learning_rates") or LEARNING_RATES
         classifier = fit_linear(train, val, training=training, learning_rates=rates, **common)
     return Learned(
@@ -156,20 +157,41 @@ def classify(protocol: str, arguments: Namespace, frozen: Frozen) -> Learned[Cla
     )
 
 
-def add_classification(parser: ArgumentParser, protocol: str) -> None:
-    """The arguments of `classify`."""
+# Options by the protocols that have them.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "knn": {"neighbours": {"type": int, "nargs": "+", "help": "numbers of neighbours to try"}},
+    "linear": {
+        "solver": {"choices": SOLVERS, "help": "sgd by default, lbfgs for small sets"},
+        "steps": {"type": int, "help": f"of sgd, {ProbeTraining.steps} by default"},
+        "learning_rates": {"type": float, "nargs": "+", "help": "of sgd, for a batch of 256"},
+        "cs": {"type": float, "nargs": "+", "help": "of lbfgs, inverse strengths of regularisation"},
+    },
+    "hematology": {},
+    "segmentation": {
+        "ignore": {"type": int, "nargs": "+", "help": "labels to ignore, in place of the data set's"}
+    },
+}
+
+
+def add_classification(parser: ArgumentParser) -> None:
+    """The arguments of `classify` that all protocols have."""
     parser.add_argument("--split", help="split that is tested: by default test, or val where there is none")
     for split in ("train", "val", "test"):
         parser.add_argument(f"--{split}-list", help=f"CSV or text file of the {split} images below --data")
-    if protocol == "knn":
-        parser.add_argument("--neighbours", type=int, nargs="+", help="numbers of neighbours to try")
-    elif protocol == "linear":
-        parser.add_argument("--solver", choices=SOLVERS, default="sgd", help="lbfgs for small sets")
-        parser.add_argument("--steps", type=int, default=ProbeTraining.steps, help="of sgd")
-        parser.add_argument("--learning-rates", type=float, nargs="+", help="of sgd, for a batch of 256")
-        parser.add_argument(
-            "--cs", type=float, nargs="+", help="of lbfgs, inverse strengths of regularisation"
-        )
+
+
+def add_options(parser: ArgumentParser, protocol: str) -> None:
+    """The arguments of `classify` and `segment` that a protocol has."""
+    for name, option in OPTIONS[protocol].items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **option)
+
+
+def require_own_options(arguments: Namespace, protocol: str) -> None:
+    """Refuse the options of other protocols, where a command has those of all."""
+    for other, options in OPTIONS.items():
+        for name in options:
+            if other != protocol and arguments.get(name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is for --protocol {other}, got {protocol}")
 
 
 def _splits(arguments: Namespace) -> Splits:
@@ -179,6 +201,8 @@ def _splits(arguments: Namespace) -> Splits:
         return open_splits(arguments.data, arguments.get("split"))
     if not (train and test):
         raise ValueError("--train-list and --test-list belong together; give both")
+    if arguments.get("split"):
+        raise ValueError("--split is for splits in folders; with lists --test-list says what is tested")
     learned = open_listed(train, arguments.data)
     chosen = open_listed(val, arguments.data, learned.classes) if val else None
     return Splits(learned, chosen, open_listed(test, arguments.data, learned.classes))
@@ -207,6 +231,5 @@ def segment(arguments: Namespace, frozen: Frozen) -> Learned[Segmenter, Segmenta
 
 
 def add_segmentation(parser: ArgumentParser) -> None:
-    """The arguments of `segment`."""
+    """The arguments of `segment` that are no options of the protocol."""
     parser.add_argument("--split", help="split that is tested, val by default")
-    parser.add_argument("--ignore", type=int, nargs="+", help="labels to ignore, in place of the data set's")

@@ -22,6 +22,7 @@ from quickvit.cli.frozen import (
     Learned,
     add_classification,
     add_frozen,
+    add_options,
     add_segmentation,
     classify,
     freeze,
@@ -276,10 +277,11 @@ def _draw_masks(path: str, learned: Learned[Segmenter, SegmentationData]) -> Non
 def _add(protocol: str, parser: ArgumentParser) -> None:
     add_frozen(parser)
     add_data(parser)
+    add_options(parser, protocol)
     if protocol == "segmentation":
         add_segmentation(parser)
     else:
-        add_classification(parser, protocol)
+        add_classification(parser)
         parser.add_argument("--confusion", help="file for the confusion matrix: CSV, or a picture")
     parser.add_argument("--picture", help="file for a picture of test images and what was predicted")
 

@@ -12,23 +12,41 @@ from torch import Tensor
 from quickvit.cli.accuracy import accuracies
 from quickvit.cli.arguments import add_data, add_poses
 from quickvit.cli.command import Command
-from quickvit.cli.frozen import CLASSIFICATION, add_frozen, classify, freeze, segment
+from quickvit.cli.frozen import (
+    CLASSIFICATION,
+    OPTIONS,
+    add_classification,
+    add_frozen,
+    add_options,
+    classify,
+    freeze,
+    require_own_options,
+    segment,
+)
 from quickvit.cli.output import print_json, print_table
 from quickvit.data import Source, Transform, Unreadable
 from quickvit.evaluate import POSES
 from quickvit.evaluate.poses import PoseScores, classify_in_poses, feature_errors, segment_in_poses
+from quickvit.evaluate.rotation import require_square
 
 PROTOCOLS = ("accuracy", *CLASSIFICATION, "segmentation")
+LISTS = "train_list", "val_list", "test_list"
 # Test images whose features are compared.
 COMPARED = 16
 
 
 def rotation(arguments: Namespace) -> int:
     """Answers on turned and mirrored images beside those on upright ones: a classifier's, or frozen features'."""
+    require_own_options(arguments, arguments.protocol)
+    if arguments.protocol not in CLASSIFICATION:
+        for name in LISTS:
+            if arguments[name] is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is for --protocol {', '.join(CLASSIFICATION)}")
     if arguments.protocol == "accuracy":
         arguments.split = arguments.split or "val"
         return accuracies(arguments, POSES)
     with freeze(arguments) as frozen:
+        require_square(frozen.backbone.img_size, POSES)
         if arguments.protocol == "segmentation":
             masks = segment(arguments, frozen)
             rows = segment_in_poses(masks.fitted, masks.load, POSES)
@@ -89,7 +107,9 @@ def _add_rotation(parser: ArgumentParser) -> None:
     add_data(parser)
     add_poses(parser)
     parser.add_argument("--protocol", choices=PROTOCOLS, default=PROTOCOLS[0], help="what is asked")
-    parser.add_argument("--split", help="split that is tested")
+    add_classification(parser)
+    for protocol in OPTIONS:
+        add_options(parser, protocol)
 
 
 EVALUATIONS: dict[str, Command] = {"rotation": Command(rotation, _add_rotation)}
