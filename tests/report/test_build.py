@@ -197,7 +197,10 @@ def test_figures_are_svg_without_dates(bench, study, add_exploration):
 def test_the_course_of_features_is_drawn_upright_and_turned(bench, add_run):
     def poses(upright, turned):
         return [
-            {"pose": pose, "answers": {"20-NN": {"accuracy": accuracy}}}
+            {
+                "pose": pose,
+                "answers": {name: {"accuracy": accuracy} for name in ("20-NN", "logistic", "1-NN")},
+            }
             for pose, accuracy in (("upright", upright), ("random quarter turn", turned))
         ]
 
@@ -205,12 +208,14 @@ def test_the_course_of_features_is_drawn_upright_and_turned(bench, add_run):
     for name in ("vit", NASTY):
         file = add_run("dinov2", "vit", seed=len(name), dataset="cells", progress=progress)
         file.write_text(json.dumps(json.loads(file.read_text()) | {"name": name}))
-    (panel,) = curves(read_results(bench)).panels
-    ElementTree.fromstring(panel)
-    paths = re.findall(r'<path d="(M[^"]+)" clip-path="[^"]+" style="fill: none(.+?)"', panel)
-    drawn = [(place, "dasharray" in style) for place, style in paths if "stroke-width: 2" in style]
-    assert [dashed for _, dashed in drawn] == [False, False, True, True]
-    assert drawn[0][0] == drawn[1][0] != drawn[2][0] == drawn[3][0]
+    panels = curves(read_results(bench)).panels
+    assert len(panels) == 2
+    for panel in panels:
+        ElementTree.fromstring(panel)
+        paths = re.findall(r'<path d="(M[^"]+)" clip-path="[^"]+" style="fill: none(.+?)"', panel)
+        drawn = [(place, "dasharray" in style) for place, style in paths if "stroke-width: 2" in style]
+        assert [dashed for _, dashed in drawn] == [False, False, True, True]
+        assert drawn[0][0] == drawn[1][0] != drawn[2][0] == drawn[3][0]
 
 
 def test_figures_say_what_was_not_run():

@@ -44,7 +44,8 @@ PLOT: dict[str, Any] = {
 PANEL = (4.3, 3.3)
 TOKENS = 197
 WIDTHS = tuple(2**i for i in range(7, 14))
-NEIGHBOURS = "20-NN"
+# The classifiers of frozen features whose course is shown, as in the paper.
+SHOWN = ("logistic", "20-NN")
 Panel = Callable[["Axes"], None]
 # After so many updates; the points of one run, with the run's name.
 Point = tuple[float, float]
@@ -130,13 +131,15 @@ def curves(results: Results) -> Drawing:
         if any(points for _, points in curves):
             panels[dataset] = partial(_draw_curves, solid=curves, label="top-1 (%)")
     for dataset in results.datasets(STUDY):
-        runs = results.study(STUDY, dataset)
-        upright, turned = (
-            [(run.name, _progress(run, pose)) for run in runs if run.progress] for pose in (UPRIGHT, QUARTER)
-        )
-        if upright:
-            label = f"{NEIGHBOURS} (%), dashed: turned by 90°s"
-            panels[f"{dataset}, {STUDY}"] = partial(_draw_curves, solid=upright, label=label, dashed=turned)
+        runs = [run for run in results.study(STUDY, dataset) if run.progress]
+        for classifier in SHOWN:
+            upright, turned = (
+                [(run.name, _progress(run, classifier, pose)) for run in runs] for pose in (UPRIGHT, QUARTER)
+            )
+            if any(points for _, points in upright):
+                label = f"{classifier} (%), dashed: turned by 90°s"
+                draw = partial(_draw_curves, solid=upright, label=label, dashed=turned)
+                panels[f"{dataset}, {STUDY}, {classifier}"] = draw
     return _plot(
         "curves",
         "Training progression",
@@ -199,9 +202,9 @@ def _points(curve: Iterable[tuple[float, Mapping[str, float]]], key: str) -> lis
     return [(step, found[key]) for step, found in curve if key in found]
 
 
-def _progress(run: Run, pose: str) -> list[Point]:
-    """Accuracy of nearest neighbours after each number of updates."""
-    found = ((step, run.answers(pose, step).get(NEIGHBOURS, {})) for step, _ in run.progress)
+def _progress(run: Run, classifier: str, pose: str) -> list[Point]:
+    """Accuracy of a classifier after each number of updates."""
+    found = ((step, run.answers(pose, step).get(classifier, {})) for step, _ in run.progress)
     return _points(found, "accuracy")
 
 
