@@ -292,7 +292,7 @@ def test_the_token_of_a_standard_vit_has_the_rate_of_its_stem(config):
     [
         ({"group": 1}, "KoLeo needs a group of at least 2 images, got 1"),
         ({"knn_images": 0}, "knn_images must be at least 1, got 0"),
-        ({"steps": -1}, "steps and local_views must be at least 0, got -1"),
+        ({"steps": -1}, "steps must be at least 0, got -1"),
         ({"warmup_steps": -5}, "warmup_steps must be at least 0, got -5"),
         ({"momentum": 3.0}, r"^momentum must be 0 … 1, got 3\.0"),
         ({"final_momentum": -0.1}, r"^final_momentum must be 0 … 1, got -0\.1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -36,3 +37,12 @@ def as_plain(config: Any) -> dict[str, Any]:
     """A configuration as JSON knows it."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
     return plain
+
+
+def require_within(values: Mapping[str, Any], limits: Mapping[str, tuple[float, float]]) -> None:
+    """Refuse values that are below the least or above the most of these limits; those that are open are left open."""
+    for name, (least, most) in limits.items():
+        value = values[name]
+        if isinstance(value, int | float) and not least <= value <= most:
+            words = f"at least {least:g}" if most == math.inf else f"{least:g} … {most:g}"
+            raise ValueError(f"{name} must be {words}, got {value}")

@@ -7,6 +7,7 @@ commands that the authors of DeiT III published; where neither says anything, it
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -35,7 +36,7 @@ from quickvit.data.transforms import Where
 from quickvit.evaluate.accuracy import measure_accuracy
 from quickvit.models import ViT
 from quickvit.models.declared import LABELS, declare
-from quickvit.recipes.config import as_plain, end_of_rate, given, row
+from quickvit.recipes.config import as_plain, end_of_rate, given, require_within, row
 from quickvit.recipes.model import LayerScale, ModelArguments, build, create, save_model, started_from
 from quickvit.recipes.run import carry_out
 from quickvit.train import (
@@ -200,6 +201,13 @@ class Deit3Config:
     """How the run is carried out; may change from one start to the next."""
 
 
+# The least and the most that these may be.
+LIMITS = {
+    **dict.fromkeys(("epochs", "batch_size", "steps_per_epoch"), (1, math.inf)),
+    **dict.fromkeys(("learning_rate", "final_learning_rate", "warmup_learning_rate"), (0, math.inf)),
+    **dict.fromkeys(("weight_decay", "warmup_epochs"), (0, math.inf)),
+    **dict.fromkeys(("layer_decay", "average", "drop_path"), (0, 1)),
+}
 # Fields that say where things are or how they are done, not what is computed.
 _PLACES = ("data", "out", "finetune", "max_unreadable", "cache", "run")
 
@@ -236,8 +244,6 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
             "leave it out to train on these"
         )
     batch_size = {**defaults, **known}["batch_size"]
-    if config.steps_per_epoch is not None and config.steps_per_epoch < 1:
-        raise ValueError(f"steps_per_epoch must be at least 1, got {config.steps_per_epoch}")
     steps = config.steps_per_epoch or len(source) // batch_size
     if not steps:
         raise ValueError(
@@ -260,23 +266,7 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
 
 def _check(values: Mapping[str, Any]) -> None:
     """Refuse a configuration that cannot be carried out."""
-    for name in ("epochs", "batch_size"):
-        if values[name] < 1:
-            raise ValueError(f"{name} must be at least 1, got {values[name]}")
-    for name in (
-        "learning_rate",
-        "final_learning_rate",
-        "warmup_learning_rate",
-        "weight_decay",
-        "warmup_epochs",
-    ):
-        if values[name] is not None and not values[name] >= 0:
-            raise ValueError(f"{name} must be at least 0, got {values[name]}")
-    layer_decay, average = values["layer_decay"], values["average"]
-    if layer_decay is not None and not 0 < layer_decay <= 1:
-        raise ValueError(f"layer_decay must be above 0 and at most 1, got {layer_decay}")
-    if average is not None and not 0 <= average < 1:
-        raise ValueError(f"average must be a decay of 0 … 1, less than 1, got {average}")
+    require_within(values, LIMITS)
     clip = values["clip"]
     if clip is not None and not clip > 0:
         raise ValueError(f"clip must be above 0, or null for no clipping, got {clip}")

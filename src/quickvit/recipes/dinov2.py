@@ -36,7 +36,7 @@ from quickvit.data.transforms import Where
 from quickvit.evaluate.classification import KnnClassifier, Splits, open_splits
 from quickvit.evaluate.extract import Features
 from quickvit.evaluate.knn import TEMPERATURE
-from quickvit.recipes.config import as_plain, end_of_rate, given, row
+from quickvit.recipes.config import as_plain, end_of_rate, given, require_within, row
 from quickvit.recipes.dino.backbone import CropEncoder, HiddenPatches
 from quickvit.recipes.dino.head import DinoHead
 from quickvit.recipes.dino.losses import koleo_loss
@@ -275,6 +275,17 @@ class Dinov2Config:
         return GROUP if width < LARGE else LARGE_GROUP
 
 
+# The least and the most that these may be.
+LIMITS = {
+    **dict.fromkeys(("batch_size", "prototypes", "knn_images", "steps_per_epoch"), (1, math.inf)),
+    **dict.fromkeys(
+        ("steps", "local_views", "warmup_steps", "frozen_steps", "temperature_steps"), (0, math.inf)
+    ),
+    **dict.fromkeys(("learning_rate", "final_learning_rate", "patch_embed_rate"), (0, math.inf)),
+    **dict.fromkeys(("weight_decay", "final_weight_decay"), (0, math.inf)),
+    **dict.fromkeys(("dino_weight", "ibot_weight", "koleo_weight"), (0, math.inf)),
+    **dict.fromkeys(("momentum", "final_momentum", "layer_decay", "drop_path", "mask_probability"), (0, 1)),
+}
 # Fields that say where things are or how they are done, not what is computed.
 _PLACES = ("data", "out", "finetune", "labelled", "knn_images", "snapshots", "cache", "run")
 C = TypeVar("C", bound=Dinov2Config)
@@ -624,17 +635,7 @@ def _or(value: Any, default: Any) -> Any:
 
 def _check(config: Dinov2Config) -> None:
     """Refuse a configuration that cannot be carried out."""
-    if given(config.steps) < 0 or config.local_views < 0:
-        raise ValueError(
-            f"steps and local_views must be at least 0, got {config.steps} and {config.local_views}"
-        )
-    if given(config.warmup_steps) < 0:
-        raise ValueError(f"warmup_steps must be at least 0, got {config.warmup_steps}")
-    for name in ("momentum", "final_momentum"):
-        if not 0 <= given(getattr(config, name)) <= 1:
-            raise ValueError(f"{name} must be 0 … 1, got {getattr(config, name)}")
-    if config.knn_images < 1:
-        raise ValueError(f"knn_images must be at least 1, got {config.knn_images}")
+    require_within(vars(config), LIMITS)
     if given(config.group) < 2 and config.koleo_weight:
         raise ValueError(
             f"KoLeo needs a group of at least 2 images, got {config.group}; use another batch_size or group"
