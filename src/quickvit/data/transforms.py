@@ -27,7 +27,7 @@ from quickvit.data.colors import (
     paint_image,
 )
 from quickvit.data.crops import FILTERS, Crop, Drawn, Uncropped, crop_batch, crop_image, draw_box
-from quickvit.models.checkpoints import CROP_MODES, INTERPOLATIONS
+from quickvit.models.declared import CROP_MODES, INTERPOLATIONS
 
 Color = tuple[float, float, float]
 Transform = Callable[[Image.Image, int], Tensor]

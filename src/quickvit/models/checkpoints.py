@@ -22,7 +22,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from quickvit.layers import OcticFoldedBlock
-from quickvit.models.declared import LABELS, WRAPPERS, declare, declared, unwrapped
+from quickvit.models.declared import (
+    CROP_MODES,
+    INTERPOLATIONS,
+    LABELS,
+    WRAPPERS,
+    declare,
+    declared,
+    unwrapped,
+)
 from quickvit.models.quick_vit import QuickVisionTransformer
 
 CONFIG_KEY = "quickvit"
@@ -30,9 +38,6 @@ SUFFIX = ".safetensors"
 # How images are prepared for the model and how its classes are called, in timm's words; beside its arguments in the
 # configuration.
 PREPROCESSING = "preprocessing"
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
-CROP_MODES = ("center", "squash", "border")
-# What wrappers put into parameter names: torch.compile, then DDP and averaged models.
 # Where training programs keep the weights in what they save.
 _NESTS = ("teacher", "model", "state_dict")
 # What torch.load(weights_only=True) was seen to raise on damaged and on foreign files.

@@ -8,6 +8,9 @@ from torch import nn
 
 # The names of a model's classes.
 LABELS = "label_names"
+# How images are resized, and cut out.
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+CROP_MODES = ("center", "squash", "border")
 # What torch.compile, DDP and DataParallel call the model that they wrap.
 WRAPPERS = ("_orig_mod", "module")
 
