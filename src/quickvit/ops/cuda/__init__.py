@@ -1,0 +1,1 @@
+"""Kernels in CUDA, for what Triton cannot say."""
