@@ -37,12 +37,7 @@ OPTIONAL = (
     *("triton", "quickvit.ops.triton"),
 )
 # Rooms that are imported only where their extra is there, and what they may take for granted.
-SPECIAL = {
-    "ops/triton": OPTIONAL,
-    "ops/cuda": OPTIONAL,
-    "demo": ("matplotlib", "sklearn"),
-    "report": ("matplotlib", "sklearn"),
-}
+SPECIAL = {"ops/triton": OPTIONAL, "demo": ("matplotlib", "sklearn"), "report": ("matplotlib", "sklearn")}
 
 
 def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:

@@ -13,17 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quickvit.ops import tiles
-from quickvit.ops.triton import (
-    attention,
-    convert,
-    deviation,
-    gelu,
-    heads,
-    norm,
-    octets,
-    weight_gradient,
-    whole_head,
-)
+from quickvit.ops.triton import attention, convert, deviation, gelu, heads, norm, weight_gradient, whole_head
 
 # Bytes that a program may have, by compute capability.
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -51,7 +41,7 @@ def prepare(capability):
     torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
     torch.cuda.get_device_name = lambda device: "none"
     tiles.stored = lambda gpu: {}
-    for module in (attention, convert, deviation, gelu, heads, norm, octets, weight_gradient, whole_head):
+    for module in (attention, convert, deviation, gelu, heads, norm, weight_gradient, whole_head):
         module.traced = Recorder
         for name, value in (("multiprocessors", 108), ("shared_memory", limit)):
             if hasattr(module, name):
@@ -83,7 +73,6 @@ def launch(length, width, number, hidden):
     convert.convert([gain, factors], x.dtype)
     convert.convert([bias], gain.dtype)
     deviation.deviation(x, 1e-6)
-    octets.from_octets(x.view(tokens, m, 8), y)
     gelu.gelu_forward(features, hidden_bias, features)
     gelu.gelu_forward(features, hidden_bias, features, factors)
     gelu.gelu_backward(features, features, hidden_bias)

@@ -46,12 +46,8 @@ def launched(monkeypatch):
     ):
         watch(module, name)
     monkeypatch.setattr(folded, "_has_kernels", lambda x, group: True)
-    monkeypatch.setattr(folded, "takes_self_attention", lambda x, *_, **__: x.shape[-1] in (1024, 1280))
-    monkeypatch.setattr(
-        switch,
-        "gelu_kernel",
-        lambda x, *_, **__: "hopper_gelu" if x.shape[-1] in (1024, 1280) else None,
-    )
+    monkeypatch.setattr(folded, "takes_self_attention", lambda x, *_: x.shape[-1] in (1024, 1280))
+    monkeypatch.setattr(switch, "launches_gelu", lambda x, *_, **__: x.shape[-1] in (1024, 1280))
     monkeypatch.setattr(mlp, "kernels", lambda x, name: gelu)
     for module in (mlp, self_attention):
         monkeypatch.setattr(module, "deviation", lambda *arguments: deviation.deviation(*arguments))

@@ -7,7 +7,7 @@ import torch
 from some_rows import rows_at
 
 from quickvit import QuickVisionTransformer, act_on_image
-from quickvit.group import D8, Layout
+from quickvit.group import Layout
 from quickvit.layers import OcticMlp
 from quickvit.ops import attention, gelu, hopper, linear, mlp, norm, plain, self_attention, standard
 from quickvit.testing import assert_invariant, randomize
@@ -260,84 +260,6 @@ def test_hopper_has_one_kernel_for_the_linear_map_and_gelu(tokens, dtype, channe
     products = linear.definition(x.double(), *(w.double() for w in weights))
     exact = gelu.definition(products, bias.double())
     assert relative(together, exact) < 1.2 * relative(apart, exact)
-
-
-@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
-@pytest.mark.parametrize("tokens", [1, 64, 197, 1023, 16448])
-@pytest.mark.parametrize(
-    ("channels", "width"), [(768, 3072), (1024, 4096), (1280, 5120), (1664, 8192), (1792, 15360)]
-)
-@pytest.mark.parametrize("normed", [None, (1e-6, 1.0)])
-def test_hopper_has_a_kernel_for_gelu_with_weights_at_rest(tokens, channels, width, normed, monkeypatch):
-    torch.manual_seed(0)
-
-    def randn(*shape):
-        return (torch.randn(*shape, device=DEVICE) / 128**0.5).bfloat16()
-
-    m, f = channels // 8, width // 8
-    x, weights, bias = 10 * randn(tokens, channels), (randn(4, f, m), randn(1, 2 * f, 2 * m)), randn(f)
-    together, apart = (x.new_full((tokens, width), float("nan")) for _ in range(2))
-    with monkeypatch.context() as patch:
-        patch.setattr(hopper, "_launched", set())
-        patch.setattr(hopper, "GELU_KERNELS", ("panel",))
-        mlp.activate(x, *weights, bias, together, normed)
-        assert len(hopper._launched) == 1
-        patch.setattr(hopper, "GELU_KERNELS", ())
-        mlp.activate(x, *weights, bias, apart, normed)
-    products = linear.definition(x.double(), *(w.double() for w in weights))
-    if normed is not None:
-        products = norm.deviation(x, *normed).double()[:, None] * products
-    exact = gelu.definition(products, bias.double())
-    assert relative(together, exact) < 1.2 * relative(apart, exact)
-
-
-@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
-@pytest.mark.parametrize(("channels", "width"), [(1024, 4096), (1280, 5120), (1664, 8192)])
-@pytest.mark.parametrize("tokens", [64, 197, 16448])
-@pytest.mark.parametrize("size", [1e-6, 1.0])
-def test_hopper_has_kernels_for_the_gradients_of_a_perceptron(channels, width, tokens, size, monkeypatch):
-    torch.manual_seed(0)
-    net = randomize(OcticMlp(channels, width)).to(DEVICE, torch.bfloat16)
-    x, grad = (torch.randn(tokens, channels, device=DEVICE).bfloat16() for _ in range(2))
-    grad = (size * grad.float()).bfloat16()
-
-    def gradients(net, x):
-        x = x.detach().requires_grad_()
-        y = net(x)
-        return y, *torch.autograd.grad(y, (x, *net.parameters()), grad.to(x.dtype))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hopper, "are_many", lambda entries: True)
-        together = gradients(net, x)
-        patch.setattr(hopper, "takes_gelu_gradient", lambda *_: False)
-        apart = gradients(net, x)
-    with plain():
-        exact = gradients(net.double(), x.double())
-    for ours, theirs, right in zip(together, apart, exact, strict=True):
-        assert relative(ours, right) < 1.2 * relative(theirs, right) + 1e-4
-
-
-@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
-@pytest.mark.parametrize("shapes", [((64, 257),), ((60, 197), (40, 101))])
-@pytest.mark.parametrize("channels", [1280, 1664, 1792])
-@pytest.mark.parametrize("normed", [None, (1e-6, 1.0)])
-@torch.no_grad()
-def test_hopper_has_kernels_for_octets(channels, shapes, normed):
-    torch.manual_seed(0)
-    m, tokens = channels // 8, sum(number * length for number, length in shapes)
-
-    def randn(*shape):
-        return torch.randn(*shape, device=DEVICE).bfloat16()
-
-    x, bias = randn(tokens, channels), randn(3 * m)
-    weights = randn(4, 3 * m, m) / m**0.5, randn(1, 6 * m, 2 * m) / (2 * m) ** 0.5
-    assert self_attention.takes_self_attention(x, 16, D8, shapes, graded=False)
-    found = self_attention.octic_self_attention(x, *weights, bias, 16, shapes=shapes, norm=normed)
-    products = linear.definition(x.double(), *(w.double() for w in weights))
-    if normed is not None:
-        products = norm.deviation(x, *normed).double()[:, None] * products
-    exact = attention.definition(products, 16, Layout(3 * channels), bias.double(), shapes=shapes)
-    assert relative(found, exact) < 6e-3
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs Hopper")

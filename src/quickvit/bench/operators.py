@@ -18,7 +18,6 @@ from quickvit.bench.timing import Job, Settings, measure
 from quickvit.bench.work import Ceilings, Shape, Storage, Work
 from quickvit.group import D8, Layout
 from quickvit.ops import octic_attention, octic_gelu, octic_layer_norm, octic_linear, octic_residual_norm
-from quickvit.ops.backend import needs_grad
 from quickvit.ops.mlp import activate
 from quickvit.ops.self_attention import octic_self_attention, takes_self_attention
 
@@ -166,7 +165,7 @@ def _attention(batch: int, shape: Shape, storage: Storage) -> Iterator[Operator]
     yield Operator("attention gradient", "octic", (steps.times(2.5, 2),), octic, (qkv, bias), by=(0,))
 
     def with_qkv(x: Tensor, weight_1: Tensor, weight_2: Tensor, bias: Tensor) -> Tensor:
-        if takes_self_attention(x, heads, D8, graded=needs_grad(x, weight_1, weight_2, bias)):
+        if takes_self_attention(x, heads, D8):
             return octic_self_attention(x, weight_1, weight_2, bias, heads)
         return octic(octic_linear(x, weight_1, weight_2), bias)
 

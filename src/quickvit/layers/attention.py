@@ -9,7 +9,6 @@ from quickvit.layers.dropout import OcticDropout
 from quickvit.layers.hooks import are_called
 from quickvit.layers.linear import OcticLinear, Weights, weights_of
 from quickvit.ops import octic_attention
-from quickvit.ops.backend import needs_grad
 from quickvit.ops.packing import Shapes
 from quickvit.ops.self_attention import octic_self_attention, takes_self_attention
 
@@ -61,8 +60,7 @@ class OcticAttention(nn.Module):
 
     def _heads(self, x: Tensor, shapes: Shapes | None, weights: Weights) -> Tensor:
         group = self.qkv_layout.group
-        graded = needs_grad(x, *weights, self.qkv.bias)
-        if not self._dropout and takes_self_attention(x, self.num_heads, group, shapes, graded=graded):
+        if not self._dropout and takes_self_attention(x, self.num_heads, group, shapes):
             return octic_self_attention(x, *weights, self.qkv.bias, self.num_heads, shapes=shapes)
         return self._attend(*self.qkv.product(x, weights), shapes, overwrite=True)
 

@@ -98,7 +98,7 @@ class OcticFoldedBlock(OcticBlock):
 
     def _heads(self, x: Tensor, shapes: Shapes | None) -> Tensor:
         attn, qkv, norm = self.attn, self.attn.qkv, self.norm1
-        if takes_self_attention(x, attn.num_heads, self.layout.group, shapes, graded=False):
+        if takes_self_attention(x, attn.num_heads, self.layout.group, shapes):
             number = norm.eps, norm.pair_weight
             heads = octic_self_attention(
                 x, *qkv.weights, qkv.bias, attn.num_heads, shapes=shapes, norm=number

@@ -1,4 +1,4 @@
-"""Whether kernels for NVIDIA's Hopper, in `triton/hopper*.py` and `cuda`, take a linear map or attention."""
+"""Whether the kernels for NVIDIA's Hopper, those in `triton/hopper*.py`, take a linear map or attention."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ LAUNCHED_BYTES = 2**29
 MANY_ENTRIES = 2**23
 # Tokens up to which a program of attention has one block of them, and half of its warps nothing to do.
 FEW_TOKENS = 64
-# Kernels for GELU and the linear map before it: the first that takes one does it.
-GELU_KERNELS = "panel", "hopper_gelu"
 
 
 def takes(x: Tensor, width: int) -> bool:
@@ -42,23 +40,6 @@ def takes_heads(x: Tensor, heads: int, tokens: int) -> bool:
     if not _takes("hopper_heads", x.device, dtype, channels, heads):
         return False
     return tokens <= _most_tokens(x.device, dtype, channels // heads, True)
-
-
-def takes_octets(x: Tensor, heads: int, lengths: list[int]) -> bool:
-    """Whether there are kernels, without gradients, for q, k, v of x as octets, and for attention of sequences."""
-    if not x.is_cuda:
-        return False
-    dtype, channels = product_dtype(x.device) or x.dtype, x.shape[-1]
-    most = _most_tokens(x.device, dtype, channels // heads, False)
-    fit = min(lengths) > FEW_TOKENS and max(lengths) <= most
-    return fit and _makes_octets(x.device, dtype, channels)
-
-
-def takes_gelu_gradient(x: Tensor, width: int) -> bool:
-    """Whether there are kernels for a map of x to this width and GELU, and for the gradient through the next map."""
-    if not x.is_cuda:
-        return False
-    return _takes("panel", x.device, product_dtype(x.device) or x.dtype, x.shape[-1], width)
 
 
 def takes_attention(q: Tensor, *, graded: bool) -> bool:
@@ -91,16 +72,14 @@ def launches(x: Tensor, weight: Tensor, out: Tensor) -> bool:
     return _is_time((*kind, weight.stride(-1) == 1), x, out)
 
 
-def gelu_kernel(
+def launches_gelu(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, normed: bool = False
-) -> str | None:
-    """Which kernel should write GELU of a map of x to `out`; if none, kernels one after the other."""
-    if not x.is_cuda or weight.dtype != x.dtype:
-        return None
-    sizes = x.device, x.dtype, x.shape[1], out.shape[1]
-    kernel = next((kernel for kernel in GELU_KERNELS if _takes(kernel, *sizes)), None)
-    kind = kernel, *sizes, None if bias is None else bias.dtype, normed
-    return kernel if kernel is not None and _is_time(kind, x, out) else None
+) -> bool:
+    """Whether a kernel should write GELU of a map of x to `out`; if not, kernels one after the other."""
+    kind = "hopper_gelu", x.device, x.dtype, x.shape[1], out.shape[1]
+    if not x.is_cuda or weight.dtype != x.dtype or not _takes(*kind):
+        return False
+    return _is_time((*kind, None if bias is None else bias.dtype, normed), x, out)
 
 
 def _is_time(kind: tuple[Hashable, ...], x: Tensor, out: Tensor) -> bool:
@@ -127,11 +106,6 @@ def gelu_kernels() -> ModuleType:
     return _module("hopper_gelu")
 
 
-def panel_kernels() -> ModuleType:
-    """The kernel for a linear map with the weights at rest, and GELU, its gradient, or octets."""
-    return _module("panel")
-
-
 def attention_kernels() -> ModuleType:
     """The kernel for attention."""
     return _module("hopper_attention")
@@ -148,18 +122,12 @@ def heads_kernels() -> ModuleType:
 
 
 def _module(name: str) -> ModuleType:
-    return import_module(f"quickvit.ops.{'cuda' if name == 'panel' else 'triton'}.{name}")
+    return import_module(f"quickvit.ops.triton.{name}")
 
 
 @torch.compiler.assume_constant_result
 def _takes(kernel: str, device: torch.device, dtype: torch.dtype, channels: int, width: int) -> bool:
     taken: bool = _is_known(device) and _module(kernel).takes(device, dtype, channels, width)
-    return taken
-
-
-@torch.compiler.assume_constant_result
-def _makes_octets(device: torch.device, dtype: torch.dtype, channels: int) -> bool:
-    taken: bool = _is_known(device) and panel_kernels().takes_octets(device, dtype, channels)
     return taken
 
 

@@ -10,7 +10,7 @@ from quickvit.group import DihedralGroup
 from quickvit.ops import hopper
 from quickvit.ops.backend import fused, needs_grad
 from quickvit.ops.cpu.linear import mlp_forward
-from quickvit.ops.linear import all_grads, products, weight_grad
+from quickvit.ops.linear import products
 from quickvit.ops.norm import deviation
 from quickvit.ops.operator import closed_operator, kernels
 from quickvit.ops.precision import autocast
@@ -21,17 +21,8 @@ HIDDEN_BYTES = 400 * 2**20
 
 
 def takes_mlp(x: Tensor, group: DihedralGroup, *parameters: Tensor | None) -> bool:
-    """Whether `octic_mlp` is there for x: where kernels are; with gradients, which need hidden features, on Hopper.
-
-    And then for so many features that launching it, which takes Python longer, matters little.
-    """
-    if not fused(x, group):
-        return False
-    if not needs_grad(x, *parameters):
-        return True
-    first, *_, second, _ = (p for p in parameters if p is not None)
-    square = second.shape[1] == first.shape[2]
-    return square and hopper.are_many(x.numel()) and hopper.takes_gelu_gradient(x, 8 * first.shape[1])
+    """Whether `octic_mlp` is there for x: where kernels are, and no gradient needs the hidden features."""
+    return fused(x, group) and not needs_grad(x, *parameters)
 
 
 def octic_mlp(
@@ -53,13 +44,10 @@ def octic_mlp(
     x, first_1, first_2, second_1, second_2 = autocast(x, first_1, first_2, second_1, second_2)
     parameters = first_1, first_2, *lines(bias), second_1, second_2
     rows = flat(x)
-    if needs_grad(x, *parameters):
-        y: Tensor = _graded_mlp(rows, *parameters)[0]
-        return y.view(x.shape)
     if overwrite and x.is_cuda and x.is_contiguous() and first_1.shape[2] == second_1.shape[1]:
         _mlp_into(rows, *parameters)
         return x
-    y = _mlp(rows, *parameters)
+    y: Tensor = _mlp(rows, *parameters)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
@@ -134,74 +122,12 @@ def activate(
     norm: tuple[float, float] | None = None,
 ) -> None:
     """GELU(W x/σ + b) written to `out`, on a GPU; σ is what a norm with this ε and weight of E divides by, or 1."""
-    kernel = hopper.gelu_kernel(x, weight_1, bias, out, normed=norm is not None)
-    if kernel == "hopper_gelu":
+    if hopper.launches_gelu(x, weight_1, bias, out, normed=norm is not None):
         hopper.gelu_kernels().linear_gelu(x, weight_1, weight_2, bias, out, norm)
-        return
-    row_scale = None if norm is None else deviation(x, *norm)
-    if kernel == "panel":
-        hopper.panel_kernels().linear_gelu(x, weight_1, weight_2, bias, out, row_scale)
     else:
+        row_scale = None if norm is None else deviation(x, *norm)
         products(x, weight_1, weight_2, out)
         kernels(x, "gelu").gelu_forward(out, bias, out, row_scale)
-
-
-# ---------------------------------------------------------------------- with gradients
-
-
-@closed_operator("octic_graded_mlp")
-def _graded_mlp(
-    x: Tensor, first_1: Tensor, first_2: Tensor, bias: Tensor | None, second_1: Tensor, second_2: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, and for the gradients the hidden features before and after GELU."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    y, width = torch.empty_like(x), 8 * first_1.shape[1]
-    hidden, features = (x.new_empty(x.shape[0], width) for _ in range(2))
-    hopper.panel_kernels().linear_gelu(x, first_1, first_2, bias, features, hidden=hidden)
-    products(features, second_1, second_2, y)
-    return y, hidden, features
-
-
-@_graded_mlp.register_fake
-def _(x, first_1, first_2, bias, second_1, second_2):
-    hidden = x.new_empty(x.shape[0], 8 * first_1.shape[1])
-    return x.new_empty(x.shape), hidden, torch.empty_like(hidden)
-
-
-@closed_operator("octic_gelu_and_linear_grad")
-def _gelu_grad(grad: Tensor, hidden: Tensor, second_1: Tensor, second_2: Tensor) -> Tensor:
-    """The gradient of hidden features before GELU and the second map."""
-    of_hidden = torch.empty_like(hidden)
-    hopper.panel_kernels().gelu_gradient(grad, second_1.mT, second_2.mT, hidden, of_hidden)
-    return of_hidden
-
-
-@_gelu_grad.register_fake
-def _(grad, hidden, second_1, second_2):
-    return torch.empty_like(hidden)
-
-
-def _graded_setup(ctx, inputs, output):
-    x, first_1, first_2, bias, second_1, second_2 = inputs
-    _, hidden, features = output
-    ctx.save_for_backward(x, first_1, first_2, second_1, second_2, hidden, features)
-    ctx.mark_non_differentiable(hidden, features)
-    ctx.set_materialize_grads(False)
-    ctx.bias_dtype = x.dtype if bias is None else bias.dtype
-
-
-def _graded_backward(ctx, grad, *_):
-    x, first_1, first_2, second_1, second_2, hidden, features = ctx.saved_tensors
-    grad = grad.contiguous()
-    of_second = None, None
-    if any(ctx.needs_input_grad[4:]):
-        of_second = weight_grad(grad, features, len(second_1), len(second_2))
-    of_hidden = _gelu_grad(grad, hidden, second_1, second_2)
-    wanted = ctx.needs_input_grad[:4]
-    return *all_grads(wanted, of_hidden, x, first_1, first_2, ctx.bias_dtype), *of_second
-
-
-_graded_mlp.register_autograd(_graded_backward, setup_context=_graded_setup)
 
 
 @mlp_onto.register_fake
@@ -219,21 +145,12 @@ def _(x, first_1, first_2, bias, second_1, second_2):
     return x.new_empty(x.shape[0], 8 * second_1.shape[1])
 
 
-_ops = torch.ops.quickvit
-
-
-@register_flop_formula([_ops.octic_mlp, _ops.octic_mlp_, _ops.octic_graded_mlp])
+@register_flop_formula([torch.ops.quickvit.octic_mlp, torch.ops.quickvit.octic_mlp_])
 def _mlp_flops(x, first_1, first_2, bias, second_1, *_, **__) -> int:
     _, hidden, inputs = first_1
     return 2 * x[0] * 12 * hidden * (inputs + second_1[1])
 
 
-@register_flop_formula(_ops.octic_gelu_and_linear_grad)
-def _gelu_grad_flops(grad, hidden, second_1, *_, **__) -> int:
-    _, outputs, inputs = second_1
-    return 2 * grad[0] * 12 * outputs * inputs
-
-
-@register_flop_formula(_ops.octic_mlp_onto)
+@register_flop_formula(torch.ops.quickvit.octic_mlp_onto)
 def _mlp_onto_flops(x, eps, pair_weight, *rest, **__) -> int:
     return _mlp_flops(x, *rest)

@@ -16,14 +16,9 @@ from quickvit.ops.packing import Shapes, as_shapes, batches, pairs
 from quickvit.ops.precision import autocast
 from quickvit.ops.rows import flat, lines
 
-# Heads that come as octets if there are no gradients: pieces of their entries are too short for other ways, or odd.
-OCTET_HEADS = 80, 104, 112
 
-
-def takes_self_attention(
-    x: Tensor, heads: int, group: DihedralGroup, shapes: Shapes | None = None, *, graded: bool = True
-) -> bool:
-    """Whether there are kernels for x: on Hopper for heads of 64 or 80, and if it is not `graded` for 104 or 112.
+def takes_self_attention(x: Tensor, heads: int, group: DihedralGroup, shapes: Shapes | None = None) -> bool:
+    """Whether there are kernels for x: for heads of 64 or 80 on Hopper.
 
     And for so many features that launching them, which takes Python longer, matters little.
     """
@@ -32,12 +27,7 @@ def takes_self_attention(
     channels = x.shape[-1]
     if channels == 64 * heads:
         return hopper.takes(x, 3 * channels)
-    lengths = [length for _, length in shapes or (x.shape[:2],)]
-    return _takes_octets(x, heads, lengths, graded) or hopper.takes_heads(x, heads, max(lengths))
-
-
-def _takes_octets(x: Tensor, heads: int, lengths: list[int], graded: bool) -> bool:
-    return not graded and x.shape[-1] // heads in OCTET_HEADS and hopper.takes_octets(x, heads, lengths)
+    return hopper.takes_heads(x, heads, max(length for _, length in shapes or (x.shape[:2],)))
 
 
 def octic_self_attention(
@@ -54,23 +44,17 @@ def octic_self_attention(
 
     σ is what a norm with this ε and weight of E divides a token by, through which there are no gradients, or 1.
     """
-    graded = needs_grad(x, weight_1, weight_2, bias)
-    if norm is not None and graded:
+    if norm is not None and needs_grad(x, weight_1, weight_2, bias):
         raise ValueError("with a norm there are no gradients; call it within torch.no_grad()")
     x, weight_1, weight_2 = autocast(x, weight_1, weight_2)
     numbers, lengths = ([*of_all] for of_all in zip(*(shapes or (x.shape[:2],)), strict=True))
+    operator = _head_attention if x.shape[-1] == 80 * heads else _self_attention
     if weight_1.dtype != x.dtype or weight_2.dtype != x.dtype:
         raise ValueError(f"expected weights in {x.dtype}, as x, got {weight_1.dtype} and {weight_2.dtype}")
     (bias,) = lines(bias)
     eps, pair_weight = norm or (None, 1.0)
-    operands = flat(x), weight_1, weight_2, bias, heads, numbers, lengths, eps, pair_weight
-    out: Tensor
-    if _takes_octets(x, heads, lengths, graded):
-        out = _octet_attention(*operands)
-    elif x.shape[-1] == 80 * heads:
-        out, *_ = _head_attention(*operands)
-    else:
-        out, *_ = _self_attention(*operands)
+    sizes = heads, numbers, lengths
+    out: Tensor = operator(flat(x), weight_1, weight_2, bias, *sizes, eps, pair_weight)[0]
     return out.unflatten(0, x.shape[:-1])
 
 
@@ -250,44 +234,10 @@ def _head_backward(ctx, grads):
 _head_attention.register_autograd(_head_backward, setup_context=_head_setup)
 
 
-# ---------------------------------------------------------------------- other heads, without gradients
-
-
-@closed_operator("octic_octet_attention")
-def _octet_attention(
-    x: Tensor,
-    weight_1: Tensor,
-    weight_2: Tensor,
-    bias: Tensor | None,
-    heads: int,
-    numbers: list[int],
-    lengths: list[int],
-    eps: float | None,
-    pair_weight: float,
-) -> Tensor:
-    """The result, by way of q, k and v as octets."""
-    from quickvit.ops.triton.octets import from_octets
-
-    row_scale = None if eps is None else deviation(x, eps, pair_weight)
-    octets = hopper.panel_kernels().linear_octets(x, weight_1, weight_2, bias, heads, row_scale)
-    out = x.new_empty(x.shape)
-    for origin, shape in batches(numbers, lengths):
-        tokens = slice(origin, origin + shape[0] * shape[1])
-        qkv = octets[:, tokens].unflatten(1, shape)
-        result, _ = hopper.attention_kernels().attention_forward(*qkv, pairs=False)
-        from_octets(result.view(len(out[tokens]), -1, 8), out[tokens])
-    return out
-
-
-@_octet_attention.register_fake
-def _(x, weight_1, weight_2, bias, heads, numbers, lengths, eps, pair_weight):
-    return x.new_empty(x.shape)
-
-
 _ops = torch.ops.quickvit
 
 
-@register_flop_formula([_ops.octic_self_attention, _ops.octic_head_attention, _ops.octic_octet_attention])
+@register_flop_formula([_ops.octic_self_attention, _ops.octic_head_attention])
 def _self_attention_flops(x, weight_1, weight_2, bias, heads, numbers, lengths, *_, **__):
     _, rows, columns = weight_1
     return 2 * x[0] * 12 * rows * columns + 4 * pairs(numbers, lengths) * x[1]

@@ -1,1 +1,0 @@
-"""Kernels in CUDA, for what Triton cannot say."""
