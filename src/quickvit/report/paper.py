@@ -188,24 +188,13 @@ DINOV2: Quoted[tuple[str, str, str]] = Quoted(
 # ImageNet-1K and ADE20K.
 DINOV2_MORE: Quoted[tuple[str, str, str]] = Quoted(
     "tab:dinov2-additional-eval",
-    "ImageNet-1K, 125,000 steps",
-    _rows(
-        "gmacs linear knn",
-        {
-            ("inaturalist", H16, "vit"): (127.7, 81.7, 81.0),
-            ("inaturalist", H16, "i8"): (77.7, 81.9, 80.9),
-            ("inaturalist", H16, "h8"): (77.5, 82.2, 81.4),
-            ("inaturalist", L16, "vit"): (61.9, 80.9, 80.5),
-            ("inaturalist", L16, "i8"): (38.5, 81.2, 80.4),
-            ("inaturalist", L16, "h8"): (37.7, 81.3, 80.8),
-            ("places365", H16, "vit"): (127.7, 34.7, 30.6),
-            ("places365", H16, "i8"): (77.7, 33.9, 29.2),
-            ("places365", H16, "h8"): (77.5, 35.1, 31.1),
-            ("places365", L16, "vit"): (61.9, 33.2, 28.4),
-            ("places365", L16, "i8"): (38.5, 32.6, 28.0),
-            ("places365", L16, "h8"): (37.7, 33.6, 29.4),
-        },
-    ),
+    DINOV2.setting,
+    {
+        (data, model, family): DINOV2.rows[same, model, family]
+        for data, same in (("inaturalist", "imagenet"), ("places365", "ade20k"))
+        for model in (H16, L16)
+        for family in ("vit", "i8", "h8")
+    },
 )
 
 INVARIANTS: Quoted[str] = Quoted(
