@@ -199,7 +199,7 @@ def test_the_course_of_features_is_drawn_upright_and_turned(bench, add_run):
         return [
             {
                 "pose": pose,
-                "answers": {name: {"accuracy": accuracy} for name in ("20-NN", "logistic", "1-NN")},
+                "answers": {"20-NN": {"accuracy": accuracy}, "logistic": {"accuracy": accuracy**3}},
             }
             for pose, accuracy in (("upright", upright), ("random quarter turn", turned))
         ]
@@ -210,12 +210,15 @@ def test_the_course_of_features_is_drawn_upright_and_turned(bench, add_run):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"name": name}))
     panels = curves(read_results(bench)).panels
     assert len(panels) == 2
+    places = []
     for panel in panels:
         ElementTree.fromstring(panel)
         paths = re.findall(r'<path d="(M[^"]+)" clip-path="[^"]+" style="fill: none(.+?)"', panel)
         drawn = [(place, "dasharray" in style) for place, style in paths if "stroke-width: 2" in style]
         assert [dashed for _, dashed in drawn] == [False, False, True, True]
         assert drawn[0][0] == drawn[1][0] != drawn[2][0] == drawn[3][0]
+        places.append([place for place, _ in drawn])
+    assert places[0] != places[1]
 
 
 def test_figures_say_what_was_not_run():
