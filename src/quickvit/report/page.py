@@ -49,8 +49,8 @@ def page(results: Results, findings: Sequence[Judged], parts: Sequence[Part]) ->
     )
     body = (
         "<header>\n<h1>Quick ViTs, measured</h1>\n"
-        '<p class="lead">Vision transformers that commute with rotations and mirrorings: every table and claim of '
-        "the paper beside what <code>quickvit</code> computes and measures.</p>\n"
+        '<p class="lead">Vision transformers that commute with rotations and mirrorings: the paper\'s tables and '
+        "claims beside what <code>quickvit</code> computes and measures.</p>\n"
         f"{_tiles(results, findings)}</header>\n"
         f'<nav aria-label="chapters"><div>{links}</div><button id="theme" type="button">theme</button></nav>\n'
         f"<main>\n{chapters}</main>\n"
