@@ -167,8 +167,8 @@ class Dinov2Config:
     octic_depth: int | None = None
     """The paper's k, how many blocks are octic: 0 … depth; the model's own by default."""
     invariant: str | None = None
-    """The invariant of a d8 or i8; power_spectrum by default, as the FLOPs of the paper's ViT-H say. Those of its
-    ViT-L are of polynomial."""
+    """The invariant of a d8 or i8; power_spectrum by default, which is the paper's for ViT-H by its FLOPs. By those
+    of its ViT-L it had polynomial there."""
     lift: Literal["octic", "free"] | None = None
     """free for the paper's ablation without symmetry in the patch embedding (h8 and h2)."""
     layer_scale: LayerScale = "auto"
