@@ -127,6 +127,18 @@ def test_creation_arguments():
         timm.create_model("quickvit_i8_tiny_patch16_224", nonsense=1)
 
 
+@pytest.mark.parametrize("features_only", [False, True])
+def test_device_and_type(features_only):
+    options = {"depth": 3, "dtype": torch.float64, "features_only": features_only}
+    name = "quickvit_i8_tiny_patch16_224"
+    on_meta = timm.create_model(name, device="meta", **options)
+    assert all(p.is_meta and p.dtype == torch.float64 for p in on_meta.parameters())
+    model = timm.create_model(name, **options)
+    with torch.no_grad():
+        y = model(torch.randn(1, 3, 224, 224, dtype=torch.float64))
+    assert (y[0] if features_only else y).dtype == torch.float64
+
+
 def test_set_input_size():
     model = timm.create_model("quickvit_h8_tiny_patch16_224", depth=2).eval()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +74,16 @@ ViT = QuickVisionTransformer | VisionTransformer
 """A Quick ViT or a standard one."""
 # The entry of a standard ViT's configuration that has its name.
 STANDARD = "standard"
-# Arguments of timm's that say where weights come from, not what the model is.
-WEIGHTS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
+# Arguments of timm's that say where weights come from and lie, not what the model is.
+_OF_WEIGHTS = (
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "checkpoint_path",
+    "cache_dir",
+    "device",
+    "dtype",
+)
 # The modules of timm whose models are its VisionTransformer.
 VIT_MODULES = ("vision_transformer", "deit")
 # Named apart from timm's own ViTs, whose sizes of the same name differ.
@@ -95,7 +104,7 @@ def create_model(name: str, **options: Any) -> ViT:
         assert isinstance(created, ViT)
         model = _with_packing(created) if isinstance(created, VisionTransformer) else created
     if isinstance(model, VisionTransformer):
-        config: Any = {STANDARD: name, **{key: v for key, v in options.items() if key not in WEIGHTS}}
+        config: Any = {STANDARD: name, **{key: v for key, v in options.items() if key not in _OF_WEIGHTS}}
         model.config = config
     return model
 
@@ -153,16 +162,22 @@ def _register(name: str, family: str, size: str, patch_size: int) -> None:
         "init_values": LAYER_SCALE,
     }
 
-    def create(pretrained: bool = False, **kwargs: Any) -> QuickVisionTransformer:
+    def create(
+        pretrained: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> QuickVisionTransformer:
         out_indices = kwargs.pop("out_indices", 3)
-        model = build_model_with_cfg(
-            QuickVisionTransformer,
-            name,
-            pretrained,
-            pretrained_filter_fn=_with_channels,
-            feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-            **{**arguments, **kwargs},
-        )
+        with nullcontext() if device is None else torch.device(device):
+            model = build_model_with_cfg(
+                QuickVisionTransformer,
+                name,
+                pretrained,
+                pretrained_filter_fn=_with_channels,
+                feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+                **{**arguments, **kwargs},
+            ).to(dtype=dtype)
         if isinstance(model, QuickVisionTransformer):
             declare(model, input_size=(model.in_chans, *model.img_size))
         return model
