@@ -20,9 +20,10 @@ PICTURES = Path(__file__).parent / "results"
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 HEAD = """# Results
 
-Written by `python docs/results.py` from the files in `benchmarks/`: no number here was typed in, but for the
-paper's. "not run" is said with the command that would run it. [The report](report.md) has the same tables and more
-figures; [kernels](kernels.md) says where the time goes.
+Written by `python docs/results.py` from the files in `benchmarks/`: only the paper's numbers were typed in. Where a
+cell says "not run", the command that would run it stands below the table. "here" is this library, "paper" the paper,
+"formula" was computed. All accuracies here are of small models on small data sets. [The report](report.md) has the
+same tables and more figures; [kernels](kernels.md) says where the time goes.
 """
 CLAIMS = f"""## The paper's claims
 
