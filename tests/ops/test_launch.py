@@ -1,5 +1,6 @@
-"""Launches: what a GPU has room for, and what PyTorch's compiler asks about them."""
+"""Launches: what a GPU has room for, what models launch there, and what PyTorch's compiler asks about them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -101,6 +102,40 @@ def test_kernels_fit_gpus_with_little_shared_memory(capability):
         assert (large in kernels) == (capability in (80, 90, 100))
     for gluon in ("_octic_linear", "_linear_gelu"):
         assert (gluon in kernels) == (capability == 90)
+
+
+NORMS = "norm_forward norm_backward sum_partial column_sums sum_rows"
+PACKED = "attention_forward attention_backward_query attention_backward_key"
+HEADS = "linear_heads attention attention_gradient to_heads to_packed"
+SLICES = "partial_sums sum_slices"
+# What whole models launch on a Hopper; elsewhere Triton's kernels take the place of Gluon's.
+LAUNCHED = {
+    "infer base": "norm_forward octic_linear attention_forward gelu_forward",
+    "infer large": "norm_forward octic_linear attention_forward linear_gelu",
+    "infer huge": "norm_forward linear_heads attention to_packed linear_gelu",
+    "infer giant": "norm_forward into_heads attention to_packed gelu_forward",
+    "infer 22b": "norm_forward attention_forward gelu_forward",
+    "infer one large image": "norm_forward attention_whole_head linear_gelu",
+    "folded large": "deviation octic_linear attention_forward linear_gelu",
+    "folded huge": "linear_heads attention to_packed linear_gelu",
+    "train large": f"{NORMS} {PACKED} {SLICES} octic_linear gelu_forward gelu_backward",
+    "train huge": f"{NORMS} {SLICES} {HEADS} gelu_forward gelu_backward",
+    "train giant": f"{NORMS} gelu_forward gelu_backward to_heads to_packed",
+}
+GLUON = {"octic_linear", "linear_gelu", "linear_heads", "attention", "attention_gradient"}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_models_run_on_a_gpu_that_is_not_there(capability):
+    """Python of a GPU's path, gradients too; what kernels compute is tested elsewhere."""
+    found = json.loads(run(Path(__file__).with_name("models_without_gpu.py"), str(capability)))
+    if capability == 90:
+        assert {name: set(found[name]) for name in LAUNCHED} == {
+            k: set(v.split()) for k, v in LAUNCHED.items()
+        }
+        assert set().union(*found.values()) >= GLUON
+    else:
+        assert not set().union(*found.values()) & GLUON
 
 
 def test_room_is_known_to_the_compiler():

@@ -103,7 +103,7 @@ def products(
     y_one, y_two = _views(out, n1, n2)
     # A CPU takes them one by one: its batched product would copy strided operands. A GPU takes each family of equal
     # blocks in one launch, or all of them.
-    if x.device.type == "cpu":
+    if x.is_cpu:
         for i, w in enumerate(weight_1):
             _multiply(x_one[i], w.T, y_one[i], add)
         for xs, ys, w in zip(x_two, y_two, weight_2, strict=True):
@@ -168,7 +168,7 @@ def weight_grad(grad: Tensor, x: Tensor, n1: int, n2: int) -> tuple[Tensor, Tens
     shape_1 = (n1, grad_one.shape[2], x_one.shape[2])
     shape_2 = (n2, 2 * shape_1[1], 2 * shape_1[2])
     weight_1, weight_2 = x.new_empty(shape_1, dtype=dtype), x.new_empty(shape_2, dtype=dtype)
-    if grad.device.type == "cpu":
+    if grad.is_cpu:
         for i in range(n1):
             torch.mm(grad_one[i].T, x_one[i], out=weight_1[i])
     else:
