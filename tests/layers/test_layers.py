@@ -275,6 +275,8 @@ def test_linear_has_the_weights_and_flops_of_the_formula(group):
 def test_dropout_drops_pairs_together():
     torch.manual_seed(0)
     drop = OcticDropout(64, 0.5)
+    # So that it is found, and switched on in evaluation, with others.
+    assert isinstance(drop, torch.nn.Dropout)
     y = drop(torch.ones(100, 64))
     dropped = y == 0
     assert 0.4 < dropped.float().mean() < 0.6

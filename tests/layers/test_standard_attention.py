@@ -35,6 +35,34 @@ def test_attention_is_that_of_timm(options, causal, train):
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
+def halve(norm):
+    norm.register_forward_hook(lambda module, args, y: y / 2)
+
+
+def replace_method(norm):
+    norm.forward = lambda x: x / 2
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+@pytest.mark.parametrize("change", [halve, replace_method, None])
+def test_what_others_put_before_attention_is_called(change, name):
+    """Queries and keys of a head, as timm's attention shows them."""
+    ours, theirs = (kind(16, 2).double() for kind in (StandardAttention, Attention))
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 5, 16, dtype=torch.float64)
+    before, shapes = ours(x), []
+    for attention in (ours, theirs):
+        if change is None:
+            setattr(attention, name, nn.LayerNorm(8, dtype=torch.float64))
+        else:
+            change(getattr(attention, name))
+        getattr(attention, name).register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
+    after = ours(x)
+    torch.testing.assert_close(after, theirs(x), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(after, before)
+    assert shapes == 2 * [(3, 2, 5, 8)]
+
+
 def test_standard_vits_keep_the_attention_of_timm():
     ours = QuickVisionTransformer(family="h8", embed_dim=32, num_heads=2, depth=4, patch_size=8, img_size=16)
     assert [type(block.attn) for block in ours.blocks[2:]] == 2 * [StandardAttention]

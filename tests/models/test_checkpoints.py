@@ -523,7 +523,7 @@ def test_a_configuration_must_be_a_dictionary(text, message, file):
         ({"qkv_bias": 1}, "qkv_bias=1.*expected bool"),
         ({"family": "h9"}, "cannot be built: unknown family"),
         ({"family": None}, "family=None.*expected str"),
-        ({"global_pool": "max"}, "global_pool must be one of .*'max'"),
+        ({"global_pool": "map"}, "global_pool must be one of .*'max'"),
         ({"img_size": [16, 16, 16]}, "img_size=.*expected int | tuple"),
         ({"img_size": [16, 0]}, "img_size=.*1 or more"),
         ({"num_heads": 0}, "num_heads=0.*1 or more"),

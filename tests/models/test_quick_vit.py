@@ -266,7 +266,7 @@ def test_autocast_runs_forward_and_backward():
         ({"family": "d8", "octic_depth": 2}, "use i8"),
         ({"family": "i8", "lift": "free"}, "free lift"),
         ({"lift": "square"}, "square"),
-        ({"global_pool": "max"}, "max"),
+        ({"global_pool": "map"}, "map"),
         ({"class_token": False}, "class_token"),
         ({"patch_size": 0}, "patch_size must be 1 or more, got 0"),
         ({"in_chans": 0}, "in_chans must be 1 or more, got 0"),

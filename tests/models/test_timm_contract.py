@@ -8,8 +8,10 @@ from timm.models import save_for_hf
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
 import quickvit
+from quickvit import act_on_image
 from quickvit.models import FAMILIES, SIZES
 from quickvit.models.zoo import PATCHES
+from quickvit.testing import assert_invariant, randomize
 
 SMALL = [f"quickvit_{family}_tiny_patch{patch}_224" for family in FAMILIES for patch in PATCHES]
 
@@ -196,6 +198,73 @@ def test_weights_are_fitted_to_other_channels(channels, lift, tmp_path):
     grey = torch.randn(2, 1, 32, 32)
     expected = model.patch_embed(grey.expand(-1, 3, -1, -1))
     torch.testing.assert_close(other.patch_embed(grey.expand(-1, channels, -1, -1)), expected)
+
+
+@pytest.mark.parametrize("family", ["h8", "i8", "d8"])
+@pytest.mark.parametrize("size", [24, 48, (32, 48)])
+def test_positions_are_fitted_to_other_sizes(size, family, tmp_path):
+    """A grid of 3 has corners of the same shape as the 4 of these weights."""
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2}
+    model = randomize(timm.create_model(f"quickvit_{family}_tiny_patch16_224", num_classes=5, **options))
+    save_for_hf(model, tmp_path / "hub", model_args={**options, "num_classes": 5})
+    other = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True, img_size=size).eval()
+    quickvit.save_checkpoint(other, tmp_path / "again.safetensors")
+    model.set_input_size(size)
+    image = torch.randn(2, 3, *model.img_size)
+    with torch.no_grad():
+        expected = model.eval()(image)
+        assert torch.equal(other(image), expected)
+        assert torch.equal(quickvit.load_checkpoint(tmp_path / "again.safetensors").eval()(image), expected)
+
+
+@pytest.mark.parametrize("options", [{"family": "i8"}, {"family": "h8", "released_init": True}])
+def test_weights_start_anew(options):
+    """As in a new model, in those of the meta device too, which have no values before."""
+    options |= {"img_size": 16, "patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 2}
+    options |= {"reg_tokens": 2, "mask_token": True, "init_values": 0.1}
+    new = quickvit.QuickVisionTransformer(**options)
+    with torch.device("meta"):
+        model = quickvit.QuickVisionTransformer(**options)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    model.init_weights()
+    for (name, a), b in zip(new.named_parameters(), model.parameters(), strict=True):
+        assert b.isfinite().all(), name
+        if a.std() < 1e-3 * a.abs().mean() or not a.any():
+            assert torch.equal(a, b), name
+        else:
+            assert not torch.equal(a, b), name
+            if a.numel() > 1000:
+                torch.testing.assert_close(b.std(), a.std(), rtol=0.15, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("pool", ["avg", "avgmax", "max"])
+def test_pools_of_patches(pool):
+    model = timm.create_model("quickvit_d8_tiny_patch16_224", global_pool=pool, depth=1, num_classes=3).eval()
+    other = timm.create_model("vit_tiny_patch16_224", global_pool=pool, depth=1, num_classes=3)
+    assert isinstance(model.fc_norm, torch.nn.Identity) == isinstance(other.fc_norm, torch.nn.Identity)
+    x = torch.randn(2, 197, 192)
+    assert torch.equal(model.pool(x), other.pool(x))
+    assert_invariant(randomize(model).double(), torch.randn(4, 3, 224, 224).double(), act_on_image)
+    model.reset_classifier(4, pool)
+    assert model.head.out_features == 4
+
+
+def test_prefix_tokens_have_timms_names():
+    model = timm.create_model("quickvit_h8_tiny_patch16_224", depth=1, reg_tokens=3)
+    other = timm.create_model("vit_tiny_patch16_224", depth=1, reg_tokens=3)
+    for name in ("has_class_token", "num_reg_tokens", "num_prefix_tokens"):
+        assert getattr(model, name) == getattr(other, name)
+    bare = {"class_token": False, "global_pool": "avg"}
+    assert not timm.create_model("quickvit_h8_tiny_patch16_224", depth=1, **bare).has_class_token
+
+
+@pytest.mark.parametrize("rate", ["drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"])
+def test_rates_are_probabilities(rate):
+    for value in (-0.1, 1.5):
+        with pytest.raises(ValueError, match=str(value)):
+            timm.create_model("quickvit_d8_tiny_patch16_224", depth=1, **{rate: value})
 
 
 def test_patches_may_be_given_by_two_sides():

@@ -8,13 +8,12 @@ from torch.nn import functional
 from quickvit.group import D8, DihedralGroup, Layout
 
 
-class OcticDropout(nn.Module):
+class OcticDropout(nn.Dropout):
     """Dropout with one mask for all components of an irrep, so that a dropped pair turns into a dropped pair."""
 
     def __init__(self, dim: int, p: float = 0.0, group: DihedralGroup = D8) -> None:
-        super().__init__()
+        super().__init__(p)
         self.layout = Layout(dim, group)
-        self.p = p
 
     @property
     def drops(self) -> bool:

@@ -44,3 +44,8 @@ def is_ours(module: nn.Module) -> bool:
         return False
     # Code that was generated is in no module.
     return (type(module).forward.__module__ or "").startswith("quickvit.layers.")
+
+
+def is_idle(module: nn.Module) -> bool:
+    """Whether nobody would notice if a module were not called."""
+    return type(module) is nn.Identity and "forward" not in module.__dict__ and not is_watched(module)

@@ -9,6 +9,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from quickvit.layers.depth import keep
+from quickvit.layers.hooks import is_idle
 from quickvit.ops.packing import Shapes, attend, pack, unpack
 from quickvit.ops.standard import attention
 
@@ -68,9 +69,14 @@ class StandardAttention(Attention):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """[B, N, C] → [B, N, C]."""
-        if attn_mask is not None or is_causal or self.gate is not None or not self.fused_attn:
+        if attn_mask is not None or is_causal or not (self.fused_attn and _is_plain(self)):
             return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
         return _attention(self, x, None)
+
+
+def _is_plain(attn: Attention) -> bool:
+    """Whether nothing comes between q, k, v and their attention, nor after it."""
+    return attn.gate is None and is_idle(attn.q_norm) and is_idle(attn.k_norm)
 
 
 def _attention(attn: Attention, x: Tensor, shapes: Shapes | None) -> Tensor:
@@ -78,7 +84,7 @@ def _attention(attn: Attention, x: Tensor, shapes: Shapes | None) -> Tensor:
     dropout = attn.attn_drop.p if attn.training else 0.0
 
     def heads(qkv: Tensor) -> Tensor:
-        if type(attn) is StandardAttention and isinstance(attn.q_norm, nn.Identity):
+        if type(attn) is StandardAttention and _is_plain(attn):
             return attention(qkv, dropout=dropout)
         q, k, v = qkv.permute(2, 0, 1, 3, 4)
         return attend(attn.q_norm(q), attn.k_norm(k), v, dropout=dropout)

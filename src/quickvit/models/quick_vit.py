@@ -40,7 +40,7 @@ from quickvit.layers.linear import STANDARD_STD
 from quickvit.models.declared import LABELS, declare, declared
 from quickvit.ops.packing import Shapes, pack, unpack
 
-POOLS = ("token", "avg", "")
+POOLS = ("token", "avg", "avgmax", "max", "")
 # The smallest value of arguments that count something.
 _LEAST = {
     "patch_size": 1,
@@ -153,7 +153,8 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         for name, least in _LEAST.items():
             value = config[name]
             _require(value is None or value >= least, f"{name} must be {least} or more, got {value}")
-        _require(0 <= drop_path_rate <= 1, f"drop_path_rate must lie between 0 and 1, got {drop_path_rate}")
+        for name in ("drop_path_rate", "attn_drop_rate"):
+            _require(0 <= config[name] <= 1, f"{name} must lie between 0 and 1, got {config[name]}")
         _require(global_pool in POOLS, f"global_pool must be one of {POOLS}, got {global_pool!r}")
         _require(class_token or global_pool != "token", "global_pool='token' needs class_token=True")
         _require(
@@ -182,6 +183,7 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
         self.in_chans = in_chans
         self.global_pool = global_pool
         self.embed_dim = self.num_features = self.head_hidden_size = embed_dim
+        self.has_class_token, self.num_reg_tokens = class_token, reg_tokens
         self.num_prefix_tokens = int(class_token) + reg_tokens
         self.dynamic_img_size = dynamic_img_size
         self.grad_checkpointing = False
@@ -230,19 +232,33 @@ class QuickVisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="quic
             {"module": f"blocks.{i}", "num_chs": embed_dim, "reduction": patch_size} for i in range(depth)
         ]
 
-        use_fc_norm = global_pool == "avg" if fc_norm is None else fc_norm
+        use_fc_norm = global_pool not in ("token", "") if fc_norm is None else fc_norm
         self.norm = nn.Identity() if use_fc_norm else _layer_norm(embed_dim)
         self.fc_norm = _layer_norm(embed_dim) if use_fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes else nn.Identity()
-        for module in (*self.blocks[octic_depth:], self.head):
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        """Let those weights start otherwise whose layers do not know how."""
+        for module in (*self.blocks[self.octic_depth :], self.head):
             module.apply(_init_standard)
-        if released_init:
+        if self.config["released_init"]:
             for module in self.blocks.modules():
                 if isinstance(module, OcticLinear):
                     module.reset_parameters(matched=False)
 
     # ------------------------------------------------------------------ timm's contract
+
+    @torch.jit.ignore
+    def init_weights(self) -> None:
+        """Let all weights start anew: those of a model of the meta device have no values after `to_empty`."""
+        # Parts before their whole, which may want another start than they do.
+        for module in reversed([*self.modules()]):
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+        self._init_weights()
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:

@@ -21,8 +21,8 @@ from timm.models import (
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor
 
-from quickvit.layers import StandardBlock
-from quickvit.models.declared import declare
+from quickvit.layers import OcticPosition, StandardBlock
+from quickvit.models.declared import declare, declared
 from quickvit.models.quick_vit import FAMILIES, QuickVisionTransformer
 
 
@@ -136,11 +136,17 @@ def _require_vit(name: str) -> None:
         raise ValueError(f"{name} is neither a Quick ViT nor a ViT of timm")
 
 
-def _with_channels(state: dict[str, Tensor], model: QuickVisionTransformer) -> dict[str, Tensor]:
-    """Weights for images with another number of channels, as timm has them: summed for one, else repeated.
+def _fitted(state: dict[str, Tensor], model: QuickVisionTransformer) -> dict[str, Tensor]:
+    """Weights for images of another number of channels or another size, as timm has them.
 
-    timm's own function is for weights of four dimensions only, and would leave these to chance.
+    timm's own functions are for weights of four dimensions and positions of three, and would leave these to chance.
     """
+    _take_positions(state, model)
+    return _with_channels(state, model)
+
+
+def _with_channels(state: dict[str, Tensor], model: QuickVisionTransformer) -> dict[str, Tensor]:
+    """Weights for another number of channels: summed for one, else repeated."""
     channels, fitted = model.config["in_chans"], dict(state)
     # Of an octic and of a free lift.
     for name in {"patch_embed.weight", "patch_embed.conv.weight"} & state.keys():
@@ -151,6 +157,21 @@ def _with_channels(state: dict[str, Tensor], model: QuickVisionTransformer) -> d
         elif channels != given:
             fitted[name] = weight[..., torch.arange(channels) % given, :, :] * (given / channels)
     return fitted
+
+
+def _take_positions(state: dict[str, Tensor], model: QuickVisionTransformer) -> None:
+    """Let a model have the grid on which its weights learned positions, which it resizes to that of its images.
+
+    A grid of 13 and one of 14 have corners of the same shape: which it was follows from the size of their images.
+    """
+    weight, positions = state.get("pos_embed.weight"), model.pos_embed
+    grid = max(declared(model)["input_size"][1:]) // model.patch_size
+    if weight is None or model.config["pos_grid"] is not None or grid == positions.grid_size:
+        return
+    learned = OcticPosition(grid, model.embed_dim, model.group)
+    if learned.weight.shape == weight.shape:
+        model.pos_embed = learned.to(positions.weight)
+        model.config["pos_grid"] = grid
 
 
 def _register(name: str, family: str, size: str, patch_size: int) -> None:
@@ -174,7 +195,7 @@ def _register(name: str, family: str, size: str, patch_size: int) -> None:
                 QuickVisionTransformer,
                 name,
                 pretrained,
-                pretrained_filter_fn=_with_channels,
+                pretrained_filter_fn=_fitted,
                 feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
                 **{**arguments, **kwargs},
             ).to(dtype=dtype)
