@@ -1,10 +1,11 @@
-"""Draws the figures of the mathematics page: `python docs/figures.py` writes them to docs/figures.
+"""Draws the figures of the documentation: `python docs/figures.py` writes them to docs/figures.
 
-What they show is computed by the library, and a test holds that the files are what this script draws.
+What they show is computed by the library or read from benchmarks/. A test holds that the files are what this draws.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -15,11 +16,13 @@ from quickvit.group import Unfolding
 from quickvit.group.layout import packed_fourier_matrix
 from quickvit.layers import OcticLinear
 from quickvit.models import FAMILIES
+from quickvit.report import paper
 from quickvit.report.exploration import symbol
 from quickvit.report.weights import dense_weight
 from quickvit.testing import randomize
 
 FOLDER = Path(__file__).parent / "figures"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 INK, PAPER, LINE = "#37474f", "#fafafa", "#b0bec5"
 COLOURS = {"A1": "#b39ddb", "A2": "#f48fb1", "B1": "#ffcc80", "B2": "#dce775", "E": "#80cbc4"}
 RED, BLUE = (198, 40, 40), (40, 53, 147)
@@ -174,6 +177,40 @@ def families() -> Drawing:
     return drawing
 
 
+def speed() -> Drawing:
+    """How many times as fast as timm's ViT forward passes are on an H200, beside the paper's on an A100."""
+    files = {"large": "model", "huge": "huge", "giant": "giant", "e": "giant", "22b": "22b"}
+    drawing = Drawing(640, 280, "Speed-up of forward passes over timm's ViT")
+    zero, unit, y = 132, 106, 14.0
+    for size, file in files.items():
+        rows = json.loads((BENCHMARKS / f"h200_{file}.json").read_text())["results"]
+        name = next(row["case"] for row in rows if row["case"].lower().startswith(f"vit-{size}/"))
+        ratios = {row["name"]: row["ratio"] for row in rows if row["case"] == name}
+        shown = [family for family in ("d8", "h8") if family in ratios]
+        drawing.text(
+            zero - 12, y + 12 * len(shown) + 3, name.removeprefix("ViT-").removesuffix(" forward"), "end"
+        )
+        for family in shown:
+            drawing.rectangle(
+                zero, y, unit * ratios[family], 18, COLOURS["E" if family == "d8" else "A1"], round=2
+            )
+            drawing.text(zero + unit * ratios[family] + 8, y + 14, f"{ratios[family]:.2f}×", "start")
+            if family == "d8":
+                drawing.rectangle(zero + unit * paper.SCALING.rows[size]["speed"] - 1.5, y - 2, 3, 22, INK)
+            y += 24
+        y += 14
+    drawing.rectangle(zero + unit - 0.5, 8, 1, y - 16, LINE)
+    for x, width, fill, name in (
+        (132, 14, COLOURS["E"], "d8"),
+        (194, 14, COLOURS["A1"], "h8"),
+        (256, 1, LINE, "timm's ViT"),
+        (350, 3, INK, "the paper's d8, on an A100"),
+    ):
+        drawing.rectangle(x, y, width, 14, fill)
+        drawing.text(x + width + 8, y + 12, name, "start")
+    return drawing
+
+
 def _leave(drawing: Drawing, x: float, y: float, invariant: bool) -> float:
     """Where the octic part ends: an invariant, or nothing at all."""
     if invariant:
@@ -190,7 +227,7 @@ def _colour(value: float) -> str:
     return "#" + "".join(f"{round(255 + step * (channel - 255)):02x}" for channel in end)
 
 
-FIGURES = (poses, layout, fourier, linear, kernels, families)
+FIGURES = (poses, layout, fourier, linear, kernels, families, speed)
 
 
 def main(folder: Path = FOLDER) -> None:
