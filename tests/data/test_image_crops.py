@@ -81,6 +81,11 @@ def test_crops_have_pixels_even_of_a_single_one():
         assert (np.asarray(crop_image(image, crop, (2, 2), "bicubic")) == (9, 8, 7)).all()
 
 
+@pytest.mark.parametrize(("size", "ratio"), [((20, 1), (2.0, 3.0)), ((1, 20), (0.2, 0.4))], ids=str)
+def test_crops_have_pixels_whatever_their_ratio(size, ratio):
+    assert all(min(draw_box(*size, random.Random(seed), ratio=ratio)[2:]) > 0 for seed in range(20))
+
+
 # ---------------------------------------------------------------------- on a device
 
 

@@ -88,13 +88,24 @@ def test_what_cannot_be_read_is_named_with_a_reason(tmp_path, huge_png):
         read_image(tmp_path / "wide.tif")
 
 
-def test_programs_are_no_images(tmp_path, monkeypatch):
+def within_iptc(content):
+    """A file of IPTC with a content that Pillow finds out by itself."""
+    fields = [(3, 60, b"\1\0"), (3, 20, b"\0\4"), (3, 30, b"\0\4"), (3, 120, b"\5"), (8, 10, content)]
+    return b"".join(b"\x1c" + bytes([*tag]) + len(data).to_bytes(2, "big") + data for *tag, data in fields)
+
+
+@pytest.mark.parametrize("wrap", [bytes, within_iptc])
+def test_programs_are_no_images(tmp_path, monkeypatch, wrap):
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("ran a program"))
     Image.new("RGB", (4, 4)).save(tmp_path / "x.eps")
-    (tmp_path / "x.eps").rename(tmp_path / "x.png")
+    (tmp_path / "x.png").write_bytes(wrap((tmp_path / "x.eps").read_bytes()))
     with pytest.raises(Unreadable, match="UnidentifiedImageError"):
         read_image(tmp_path / "x.png")
-    (tmp_path / "x.png").rename(tmp_path / "x.eps")
+
+
+def test_what_cannot_be_an_image_here_is_not_found(tmp_path):
+    for suffix in ("eps", "iim", "bufr", "grib", "h5", "mpg", "wmf"):
+        (tmp_path / f"x.{suffix}").touch()
     assert find_images([tmp_path]) == []
 
 

@@ -1,12 +1,13 @@
 """Several sources as one, in proportion to their weights."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
 import pytest
 from PIL import Image
 
-from quickvit.data import Sample, Unreadable, mix
+from quickvit.data import EvalLoader, Sample, TooManyUnreadable, Unreadable, cache, eval_transform, mix
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +54,23 @@ def test_what_cannot_be_read_is_named_by_its_source():
         mixed.read(15)
 
 
+def test_an_image_that_comes_often_cannot_be_read_once():
+    """One of 9 images is more than a tenth of them, though there are 16 places."""
+    mixed = mix({Named("one", 8): 1.0, Named("two", 1): 1.0})
+    assert (len(mixed), mixed.distinct) == (16, 9)
+    for source in (mixed, cache(mixed)):
+        loader = EvalLoader(source, eval_transform(8), batch_size=16, max_unreadable=0.1)
+        with pytest.raises(TooManyUnreadable, match="1 of the 9 images of one and two cannot be read"):
+            list(loader)
+
+
 @pytest.mark.parametrize(
     ("sources", "message"),
-    [({}, "nothing to mix"), ({Named("one", 3): 0.0}, "the weight of one must be above 0, got 0.0")],
+    [
+        ({}, "nothing to mix"),
+        ({Named("one", 3): 0.0}, "the weight of one must be a number above 0, got 0.0"),
+        ({Named("one", 3): math.inf}, "the weight of one must be a number above 0, got inf"),
+    ],
 )
 def test_weights_make_sense(sources, message):
     with pytest.raises(ValueError, match=message):

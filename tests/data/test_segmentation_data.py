@@ -63,6 +63,26 @@ def test_masks_of_one_bit_hold_0_and_1(folder, size):
     assert mask[0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1][:: 1 if size is None else 2]
 
 
+@pytest.mark.parametrize("void", [256, 65535])
+def test_ignored_labels_that_a_byte_cannot_hold_are_read_as_255(folder, void):
+    path, mask = folder / "annotations" / "train" / "a.png", np.full((6, 8), 2, np.uint16)
+    mask[0] = void
+    Image.fromarray(mask).save(path)
+    source = open_segmentation(folder, ignored=(0, void))
+    assert source.void == (0, 255)
+    assert source.read_mask(0).tolist() == [[255] * 8, *5 * [[2] * 8]]
+    mask[1] = 255
+    Image.fromarray(mask).save(path)
+    with pytest.raises(ValueError, match=rf"has the label 255; .* one that is ignored \(0, {void}\)"):
+        source.read_mask(0)
+
+
+def test_more_labels_than_a_byte_can_hold(folder):
+    (folder / "classes.txt").write_text("\n".join(f"label {i}" for i in range(256)))
+    with pytest.raises(ValueError, match="has 256 named labels; expected at most 255"):
+        open_segmentation(folder)
+
+
 def test_a_mask_is_no_program(folder, monkeypatch):
     """Pillow would have Ghostscript run it."""
     Image.new("L", (8, 6)).save(folder / "annotations" / "train" / "a.png", "EPS")

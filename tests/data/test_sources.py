@@ -136,6 +136,13 @@ def test_class_list_decides_the_order(folder):
         open_source(folder)
 
 
+@pytest.mark.parametrize("name", ["classes.txt", "train.txt"])
+def test_a_file_in_another_encoding_is_named(folder, name):
+    (folder / name).write_bytes("ant/0.png café\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"{folder / name} must be text in UTF-8: "):
+        open_source(folder)
+
+
 def test_byte_order_marks_are_no_part_of_names(folder):
     (folder / "classes.txt").write_text("cat\nant\n", encoding="utf-8-sig")
     assert open_source(folder).classes == ("cat", "ant")
@@ -165,6 +172,45 @@ def test_a_flat_split_with_a_list(tmp_path, write_images):
     (tmp_path / "val.txt").write_text("\n")
     with pytest.raises(ValueError, match=rf"no images in {tmp_path}/val.txt"):
         open_source(tmp_path, "val")
+
+
+def flat(folder, write_images, **lists):
+    """Splits without folders of classes: the labels of 0.png, 1.png, … of each."""
+    for split, labels in lists.items():
+        rows = [(f"{i}.png", label) for i, label in enumerate(labels.split())]
+        write_images(folder / split, *(path for path, _ in rows))
+        (folder / f"{split}.txt").write_text("".join(f"{path} {label}\n" for path, label in rows))
+    return folder
+
+
+def test_numbers_in_a_list_are_those_of_the_classes(tmp_path, write_images):
+    """And are not sorted like words."""
+    source = open_source(flat(tmp_path, write_images, val="10 2 0 2"), "val")
+    assert source.classes == tuple(map(str, range(11)))
+    assert source.targets.tolist() == [10, 2, 0, 2]
+    source = open_source(flat(tmp_path, write_images, val="20230002 20230001"), "val")
+    assert source.classes == ("20230001", "20230002")
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "classes", "targets"),
+    [
+        ("ant bee cat", "ant cat", ("ant", "bee", "cat"), [0, 2]),
+        ("ant bee cat", "2 bee", ("ant", "bee", "cat"), [2, 1]),
+        ("0 3", "3 1", ("0", "1", "2", "3"), [3, 1]),
+    ],
+)
+def test_a_list_has_the_classes_of_the_training_list(tmp_path, write_images, train, val, classes, targets):
+    folder = flat(tmp_path, write_images, train=train, val=val)
+    source = open_source(folder, "val")
+    assert source.classes == open_source(folder).classes == classes
+    assert source.targets.tolist() == targets
+
+
+def test_a_list_with_classes_that_the_training_list_lacks(tmp_path, write_images):
+    folder = flat(tmp_path, write_images, train="bee cat", val="ant bee")
+    with pytest.raises(ValueError, match=r"val\.txt: 'ant' is neither one of the 2 classes nor its number"):
+        open_source(folder, "val")
 
 
 def test_a_list_is_that_of_the_folder_that_was_found(folder, write_images):
@@ -262,10 +308,15 @@ def test_shards_may_be_listed_or_lie_in_folders(shards):
     info = json.dumps({"splits": {"validation": {"filenames": files}}})
     (shards / "_info.json").write_text(info, encoding="utf-8-sig")
     assert len(open_source(f"wds/{shards}", "val")) == 2
+    # As where a folder has no such split: data without validation can be trained on.
     with pytest.raises(
-        ValueError, match=r"_info.json does not list the shards of any of the splits train, training"
+        FileNotFoundError, match=r"_info.json lists no shards of any of the splits train, training"
     ):
         open_source(f"wds/{shards}")
+    for damage in ("[]", '{"splits": {"train": ["a.tar"]}}', "{"):
+        (shards / "_info.json").write_text(damage)
+        with pytest.raises(ValueError, match=r"_info.json does not list shards by their splits: "):
+            open_source(f"wds/{shards}")
 
 
 def test_a_split_is_a_whole_word_of_the_name_of_a_shard(shards):
@@ -339,6 +390,46 @@ def test_broken_shards_are_named(shards, tmp_path):
         open_source(f"wds/{shards}")
 
 
+@pytest.mark.parametrize("damage", ["a bit", "cut", "two"])
+def test_what_follows_a_damaged_header_is_not_lost(shards, damage):
+    shard = shards / "set-train-0.tar"
+    content = bytearray(shard.read_bytes())
+    with tarfile.open(shard) as tar:
+        second = tar.getmembers()[1].offset
+    if damage == "a bit":
+        content[second + 3] ^= 1
+    elif damage == "cut":
+        del content[second + 100 :]
+    else:
+        content *= 2
+    shard.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"train-0.tar is not a whole, .*: what follows byte \d+ has no header"
+    ):
+        open_source(f"wds/{shards}", labelled=False)
+
+
+@pytest.mark.parametrize("name", ["n/0.png", "n/0.jpg"])
+def test_a_sample_has_one_image(shards, name):
+    with tarfile.open(shards / "set-train-0.tar", "a") as tar:
+        tar.addfile(tarfile.TarInfo(name))
+    with pytest.raises(
+        ValueError, match=rf"train-0.tar:{name} is a second image of the sample n/0, expected"
+    ):
+        open_source(f"wds/{shards}")
+
+
+@pytest.mark.parametrize("name", ["1.png", "1.cls"])
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_links_in_shards_are_named(shards, name, kind):
+    with tarfile.open(shards / "set-train-0.tar", "a") as tar:
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname = kind, f"n/0{name[1:]}"
+        tar.addfile(info)
+    with pytest.raises(ValueError, match=rf"set-train-0.tar:{name} is a link or a device, expected a file"):
+        open_source(f"wds/{shards}")
+
+
 # ---------------------------------------------------------------------- libraries
 
 
@@ -370,8 +461,26 @@ def test_inaturalist_through_torchvision(tmp_path, write_images):
     assert sorted(source.read(i).target for i in range(4)) == [0, 0, 1, 1]
     for path in tmp_path.rglob("*.jpg"):
         path.write_bytes(b"")
-    with pytest.raises(Unreadable, match=r"torch/inaturalist \(val\), image 0: UnidentifiedImageError"):
+    with pytest.raises(Unreadable, match=r"/0\.jpg: UnidentifiedImageError"):
         source.read(0)
+
+
+@pytest.mark.parametrize("spec", ["image_folder@{}/2021_valid", "inaturalist@{}"])
+def test_sets_of_torchvision_are_read_as_folders_are(tmp_path, spec):
+    """16 bits are not clipped, and programs are no images."""
+    place = tmp_path / "2021_valid" / "00000_Animalia_a_b_c_d_e_0"
+    place.mkdir(parents=True)
+    Image.fromarray(np.full((4, 4), 2**15, np.uint16)).save(place / "0.png")
+    Image.new("RGB", (4, 4)).save(tmp_path / "x.eps")
+    (tmp_path / "x.eps").rename(place / "1.png")
+    source = open_source(f"torch/{spec.format(tmp_path)}", "val")
+    found = set()
+    for i in range(2):
+        try:
+            found.add(source.read(i).image.getpixel((0, 0)))
+        except Unreadable as error:
+            found.add(error.path)
+    assert found == {(128, 128, 128), str(place / "1.png")}
 
 
 def test_names_that_libraries_do_not_know(tmp_path):
@@ -420,8 +529,11 @@ def test_a_cache_gives_the_same_samples_without_the_files(folder, tmp_path):
         np.testing.assert_array_equal(cached.read(i).image, image)
         assert cached.read(i).target == target
         assert cached.describe(i) == source.describe(i)
-    with pytest.raises(Unreadable, match=rf"{broken}: UnidentifiedImageError"):
-        cached.read(1)
+    for _ in range(9):
+        with pytest.raises(Unreadable, match=rf"{broken}: UnidentifiedImageError") as caught:
+            cached.read(1)
+    # Each is raised for itself, and does not remember the places of those before.
+    assert len(caught.traceback) == 3
 
 
 def test_a_cache_has_a_limit(folder):

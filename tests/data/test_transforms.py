@@ -138,6 +138,14 @@ def test_a_very_long_image_fits_into_memory(shape, monkeypatch):
     assert max(max(size) for size in sizes) <= 32 * 17
 
 
+@pytest.mark.parametrize("shape", [(1, 3000), (5000, 3), (2, 40)], ids=str)
+def test_of_a_very_long_image_a_line_is_left_between_borders(shape):
+    white = Image.fromarray(np.full((*shape, 3), 255, np.uint8))
+    shown = (EvalTransform((16, 8), crop_mode="border").pixels(white) == 255).all(0)
+    assert shown.shape == (16, 8)
+    assert (shown.sum(int(shape[0] > shape[1])) == 1).all()
+
+
 @pytest.mark.parametrize("mode", ["squash", "border"])
 def test_other_crops_are_those_of_timm(image, mode):
     theirs = create_transform((3, 32, 32), crop_pct=0.9, crop_mode=mode, interpolation="bicubic")

@@ -1,13 +1,14 @@
 """Accuracies are counted right, over poses and over ranks, and invariant models lose nothing by quarter turns."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from quickvit import QuickVisionTransformer
-from quickvit.data import EvalLoader, eval_transform, open_source, preprocessing
+from quickvit.data import EvalLoader, TooManyUnreadable, eval_transform, open_source, preprocessing
 from quickvit.data.sources.base import UNLABELLED
 from quickvit.evaluate import POSES, Pose, cut_circle, measure_accuracy, rotate
 from quickvit.models.declared import declare
@@ -115,6 +116,20 @@ def test_ranks_count_every_image_once(digits, size):
         world = Stand(rank, size, said=said)
         report = measure_accuracy(model, digits, preprocessing(model), poses, world=world, batch_size=17)
     assert report == measure_accuracy(model, digits, preprocessing(model), poses)
+
+
+def test_ranks_count_unreadable_images_together(tmp_path, digits):
+    for i in range(20):
+        image, target = digits.read(i)
+        (tmp_path / "val" / str(target)).mkdir(parents=True, exist_ok=True)
+        image.save(tmp_path / "val" / str(target) / f"{i:02}.png")
+    source = open_source(tmp_path, "val")
+    for i in (0, 19):
+        Path(source.describe(i)).write_bytes(b"")
+    model, said = classifier("h8", num_classes=len(source.classes)), []
+    measure_accuracy(model, source, eval_transform(32), world=Stand(0, 2, said=said), max_unreadable=1)
+    with pytest.raises(TooManyUnreadable, match=r"2 of the 20 images of .* cannot be read"):
+        measure_accuracy(model, source, eval_transform(32), world=Stand(1, 2, said=said), max_unreadable=1)
 
 
 def test_unreadable_images_do_not_count(tmp_path, digits):

@@ -2,7 +2,9 @@
 
 import copy
 import tarfile
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from threading import Barrier
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,12 +14,22 @@ import torch
 from PIL import Image
 
 from quickvit import QuickVisionTransformer, create_baseline
-from quickvit.data import Unreadable, cache, eval_transform, mix, open_source
+from quickvit.data import (
+    TooManyUnreadable,
+    Unreadable,
+    cache,
+    deit3_transform,
+    eval_transform,
+    mix,
+    open_source,
+)
 from quickvit.data.sources.libraries import HuggingFaceSource, TorchvisionSource
 from quickvit.evaluate import store as store_module
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.extract import Extraction, describe_source, extract
+from quickvit.evaluate.rotation import UPRIGHT, Pose
 from quickvit.testing import randomize
+from quickvit.train import World
 
 SIZE = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 4, "num_heads": 2, "num_classes": 0}
 TRANSFORM = eval_transform(32)
@@ -208,6 +220,17 @@ def test_a_second_protocol_does_not_extract_again(source, how, counting):
     assert torch.equal(first.targets, again.targets)
 
 
+def test_a_seed_counts_only_where_something_is_random(source, how, counting):
+    for seed in (0, 1):
+        for pose, transform in (
+            (Pose(45.0), TRANSFORM),
+            (Pose("quarter"), TRANSFORM),
+            (UPRIGHT, deit3_transform(32)),
+        ):
+            extract(counting, source, transform, replace(how, seed=seed), pose=pose)
+    assert counting.images == 10 + 20 + 20
+
+
 def test_other_weights_transforms_and_data_have_their_own_features(source, folder, how):
     def caches():
         return len(list(how.cache.iterdir()))
@@ -319,6 +342,36 @@ def test_unreadable_images_are_left_out(folder, how):
     assert len(features.targets) == len(features.vector) == 8
     expected = wrapped.pooled(TRANSFORM(source.read(8).image)[None])["class_1"][0]
     torch.testing.assert_close(features.vector[-1], expected, rtol=1e-4, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Threads(World):
+    """Ranks that are threads."""
+
+    meeting: Barrier = field(default_factory=lambda: Barrier(2))
+    said: dict = field(default_factory=dict)
+
+    def gather(self, value):
+        self.said[self.rank] = value
+        self.meeting.wait(60)
+        values = [self.said[rank] for rank in range(self.size)]
+        self.meeting.wait(60)
+        return values
+
+
+def test_ranks_count_unreadable_images_together(folder, how):
+    """One in the chunk of each."""
+    for name in ("a/0.png", "a/4.png"):
+        (folder / "train" / name).write_bytes(b"no image")
+    world = Threads(0, 2)
+
+    def work(rank):
+        told = replace(how, max_unreadable=1, world=replace(world, rank=rank))
+        with pytest.raises(TooManyUnreadable, match=r"2 of the 10 images of .* cannot be read"):
+            extract(backbone(), open_source(folder), TRANSFORM, told)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(work, range(2))) == [None, None]
 
 
 def test_an_image_that_could_not_be_read_is_tried_again(folder, how, counting, monkeypatch):

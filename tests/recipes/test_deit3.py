@@ -1,10 +1,13 @@
 """DeiT III: the paper's values, the loss, models and their ablations, fine-tuning, what is exported."""
 
+import io
 import logging
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +70,36 @@ def weights(tmp_path):
     """A file of weights that does not say what model they are of."""
     save_weights({"blocks.0.ls1.gamma": torch.ones(8)}, tmp_path / "weights.safetensors")
     return tmp_path / "weights.safetensors"
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Shards with the images of these classes, one for each split."""
+
+    def write(**labels):
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        for split, numbers in labels.items():
+            with tarfile.open(folder / f"{split}-0.tar", "w") as tar:
+                for i, number in enumerate(numbers):
+                    content = io.BytesIO()
+                    Image.new("RGB", (20, 20), (40 * int(number), 0, 0)).save(content, "PNG")
+                    for name, data in ((f"{i}.png", content.getvalue()), (f"{i}.cls", number.encode())):
+                        info = tarfile.TarInfo(name)
+                        info.size = len(data)
+                        tar.addfile(info, io.BytesIO(data))
+        return f"wds/{folder}"
+
+    return write
+
+
+def listed(folder, **labels):
+    """Flat splits, and the classes of their images in lists."""
+    for split, names in labels.items():
+        (folder / split).mkdir(parents=True)
+        for i, name in enumerate(names):
+            Image.new("RGB", (20, 20), (40 * int(name), 0, 0)).save(folder / split / f"{i}.png")
+        (folder / f"{split}.txt").write_text("".join(f"{i}.png class{n}\n" for i, n in enumerate(names)))
+    return str(folder)
 
 
 def paper(name, images, **changes):
@@ -161,12 +194,15 @@ def test_a_batch_larger_than_the_data(config):
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"epochs": -3}, "epochs must be at least 1, got -3"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"average": 2.0}, r"average must be 0 … 1, got 2\.0"),
+        ({"average": 2.0}, r"average must be at least 0 and at most 1, got 2\.0"),
         ({"learning_rate": -1.0}, r"learning_rate must be at least 0, got -1\.0"),
         ({"weight_decay": -5.0}, r"weight_decay must be at least 0, got -5\.0"),
         ({"warmup_epochs": -1.0}, r"warmup_epochs must be at least 0, got -1\.0"),
-        ({"layer_decay": -1.0}, r"layer_decay must be 0 … 1, got -1\.0"),
+        ({"layer_decay": -1.0}, r"layer_decay must be at least 0 and at most 1, got -1\.0"),
         ({"steps_per_epoch": 0}, "steps_per_epoch must be at least 1, got 0"),
+        ({"min_crop": 1.5}, r"min_crop must be above 0 and at most 1, got 1\.5"),
+        ({"min_crop": 0.0}, r"min_crop must be above 0 and at most 1, got 0\.0"),
+        ({"img_size": 17}, "img_size must be a positive multiple of the 4 pixels of a patch, got 17"),
         ({"clip": 0.0}, r"clip must be above 0, or null for no clipping, got 0\.0"),
         ({"clip": -1.0}, r"clip must be above 0, or null for no clipping, got -1\.0"),
         (
@@ -366,6 +402,46 @@ def test_a_wrong_validation_split_is_found_before_the_first_update(config, image
     monkeypatch.setattr(Deit3, "loss", lambda *_: pytest.fail("an update was computed"))
     with pytest.raises(ValueError, match="val/other is a class that"):
         train(replace(config, data=str(data)))
+
+
+def test_a_validation_list_may_lack_classes(config, tmp_path, monkeypatch):
+    """What is counted as right has the numbers that were trained."""
+    data = listed(tmp_path / "data", train="012012", val="0202")
+    recipe = Deit3(resolve(replace(config, data=data, average=0.5), CPU))
+    next(recipe.batches(0, World()))
+    for module in recipe.modules.values():
+        monkeypatch.setattr(module, "forward", lambda x: torch.eye(3)[[2] * len(x)])
+    assert recipe.evaluate(World()) == {"top1": 0.5, "average_top1": 0.5}
+
+
+def test_classes_that_are_not_trained_are_found_before_the_first_update(
+    config, shards, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Deit3, "loss", lambda *_: pytest.fail("an update was computed"))
+    data = listed(tmp_path / "data", train="121212", val="0101")
+    with pytest.raises(ValueError, match="'class0' is neither one of the 2 classes nor its number"):
+        train(replace(config, data=data))
+    with pytest.raises(ValueError, match=r"the model was not trained on the classes '3' of .*\(val\)"):
+        train(replace(config, data=shards(train="012012", val="0123")))
+
+
+def test_shards_are_validated_with_fewer_classes_or_not_at_all(config, shards):
+    config = replace(config, epochs=1)
+    assert "top1" in train(replace(config, data=shards(train="012012", val="0101"))).evaluations[-1][1]
+    data = shards(train="012012")
+    (Path(data.removeprefix("wds/")) / "_info.json").write_text(
+        '{"splits": {"train": {"filenames": ["train-0.tar"]}}}'
+    )
+    assert train(replace(config, data=data, out=config.out / "inner")).evaluations == [(1, {})]
+
+
+def test_data_that_changed_in_between_are_read_again(config, images, tmp_path):
+    data = Path(shutil.copytree(images, tmp_path / "data"))
+    config = replace(config, data=str(data))
+    assert resolve(config, CPU).classes == 6
+    for split in ("train", "val"):
+        shutil.copytree(data / split / "0", data / split / "6")
+    assert resolve(config, CPU).classes == 7
 
 
 def test_evaluation_counts_every_image_once(config):

@@ -4,7 +4,8 @@ import json
 import logging
 import math
 import re
-from dataclasses import replace
+import shutil
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -16,11 +17,14 @@ from safetensors import SafetensorError
 
 from quickvit import QuickVisionTransformer, load_checkpoint, save_checkpoint
 from quickvit.cli import main
+from quickvit.data import TooManyUnreadable, open_source
+from quickvit.evaluate.classification import open_splits
 from quickvit.models import checkpoints
 from quickvit.models.checkpoints import read_checkpoint
 from quickvit.models.standard import restore_any
 from quickvit.recipes import Dinov2, Dinov2Config
 from quickvit.recipes.dino.backbone import HiddenPatches
+from quickvit.recipes.dino.progress import collect
 from quickvit.recipes.dinov2 import resolve, train
 from quickvit.train import NonFinite, RunConfig, Trainer, World, read_metrics
 
@@ -294,9 +298,24 @@ def test_the_token_of_a_standard_vit_has_the_rate_of_its_stem(config):
         ({"knn_images": 0}, "knn_images must be at least 1, got 0"),
         ({"steps": -1}, "steps must be at least 0, got -1"),
         ({"warmup_steps": -5}, "warmup_steps must be at least 0, got -5"),
-        ({"momentum": 3.0}, r"^momentum must be 0 … 1, got 3\.0"),
-        ({"final_momentum": -0.1}, r"^final_momentum must be 0 … 1, got -0\.1"),
-        ({"local_size": 10}, "10×10 pixels is not divisible into patches of 4"),
+        ({"momentum": 3.0}, r"^momentum must be at least 0 and at most 1, got 3\.0"),
+        ({"final_momentum": -0.1}, r"^final_momentum must be at least 0 and at most 1, got -0\.1"),
+        ({"local_size": 10}, "local_size must be a positive multiple of the 4 pixels of a patch, got 10"),
+        ({"local_size": 0}, "local_size must be a positive multiple of the 4 pixels of a patch, got 0"),
+        (
+            {"local_size": 10, "model": "vit_tiny_patch16_224"},
+            "local_size must be a positive multiple of the 4 pixels of a patch, got 10",
+        ),
+        (
+            {"img_size": 18, "model": "vit_tiny_patch16_224"},
+            "img_size must be a positive multiple of the 4 pixels of a patch, got 18",
+        ),
+        ({"prototypes": 1}, "prototypes must be at least 2, got 1"),
+        ({"head_hidden": 0}, "head_hidden must be at least 1, got 0"),
+        ({"teacher_temperature": 0.0}, r"^teacher_temperature must be above 0, got 0\.0"),
+        ({"first_teacher_temperature": -1.0}, r"^first_teacher_temperature must be above 0, got -1\.0"),
+        ({"clip": 0.0}, r"clip must be above 0, or null for no clipping, got 0\.0"),
+        ({"clip": -1.0}, r"clip must be above 0, or null for no clipping, got -1\.0"),
         ({"img_size": 18}, "18×18 pixels is not divisible into patches of 4"),
         ({"model_args": {"class_token": False, "global_pool": "avg"}}, "needs a class token"),
         ({"model": "vit_tiny_patch16_224", "lift": "free"}, "lift is for Quick ViTs"),
@@ -605,8 +624,11 @@ def test_with_centring_it_does_not(config, caplog, centering):
 # ---------------------------------------------------------------------- updates that are not finite
 
 
-def test_an_update_that_is_not_finite_is_captured_and_replayed(config, capsys):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_an_update_that_is_not_finite_is_captured_and_replayed(config, images, capsys, weighted):
     chosen = config(clip=None, learning_rate=1e30, warmup_steps=0)
+    if weighted:
+        chosen = replace(chosen, data={str(images): 2.0})
     with pytest.raises(NonFinite, match="its batch was captured"):
         train(chosen)
     (captured,) = (chosen.out / "captured").iterdir()
@@ -670,6 +692,49 @@ def test_an_update_that_is_left_out_counts_for_the_names_of_snapshots(config, mo
     (chosen.out / "metrics.jsonl").unlink()
     train(chosen)
     assert sorted(path.name for path in (chosen.out / "teachers").iterdir()) == kept
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_labels_of_other_classes_are_found_before_the_first_update(
+    config, labelled, tmp_path, monkeypatch, start
+):
+    """As shards of a few images have, whose classes are numbered up to the largest."""
+    splits = open_splits(labelled)
+    fewer = replace(splits.test, classes=("class1",), name="fewer")
+    monkeypatch.setattr("quickvit.recipes.dinov2.open_splits", lambda spec: splits._replace(test=fewer))
+    with pytest.raises(
+        ValueError, match=r"fewer must have the 2 classes of .*train, got 1; .* has class0\. N"
+    ):
+        recipe_of(config(labelled=labelled)).batches(start, World())
+    # Where nobody asked for it, there is no k-NN.
+    assert recipe_of(replace(config(), data=labelled)).evaluate(World()) == {}
+
+
+@dataclass(frozen=True)
+class InTurn(World):
+    """Ranks that are there one after the other, and hear those before them."""
+
+    said: list = field(default_factory=list)
+
+    def gather(self, value):
+        self.said.append(value)
+        return list(self.said)
+
+    def together(self, items):
+        return items
+
+
+def test_ranks_count_unreadable_images_together(config, labelled, tmp_path):
+    data = shutil.copytree(labelled, tmp_path / "data")
+    for name in ("class0", "class1"):
+        (data / "train" / name / "0.png").write_bytes(b"")
+    recipe, source = recipe_of(config()), open_source(data)
+    options = {"batch_size": 4, "source": source, "transform": recipe.eval_transform()}
+    said = []
+    # One in 22 is less than the limit, two are more.
+    collect(recipe._vectors, world=InTurn(0, 2, said=said), **options)
+    with pytest.raises(TooManyUnreadable, match=r"2 of the 22 images of .* cannot be read"):
+        collect(recipe._vectors, world=InTurn(1, 2, said=said), **options)
 
 
 def test_only_training_images_are_thinned_for_neighbours(config, labelled, monkeypatch):
@@ -741,6 +806,26 @@ def test_settings_of_another_run_are_refused(config):
     train(config(steps=3))
     with pytest.raises(ValueError, match=r"with other settings: asked for momentum 0\.5 instead of 0\.992"):
         train(config(steps=3, momentum=0.5))
+
+
+def test_several_data_keep_their_shares(config, images, labelled, tmp_path, monkeypatch):
+    """Their places may change; and runs that began when shares were not noted go on."""
+    chosen = replace(config(steps=3), data={str(images): 2.0, labelled: 1.0})
+    train(chosen)
+    moved = str(shutil.copytree(images, tmp_path / "moved"))
+    assert train(replace(chosen, data={moved: 2.0, labelled: 1.0})).steps == 3
+    with pytest.raises(ValueError, match=r"asked for data \[1\.0, 7\.0\] instead of \[2\.0, 1\.0\]; use an"):
+        train(replace(chosen, data={str(images): 1.0, labelled: 7.0}))
+    with pytest.raises(ValueError, match=r"asked for data None instead of \[2\.0, 1\.0\]"):
+        train(replace(chosen, data=str(images)))
+    plain = Dinov2.settings
+    monkeypatch.setattr(
+        Dinov2, "settings", lambda self: {k: v for k, v in plain(self).items() if k != "data"}
+    )
+    earlier = replace(chosen, out=tmp_path / "earlier")
+    train(earlier)
+    monkeypatch.undo()
+    assert train(earlier).steps == 3
 
 
 # ---------------------------------------------------------------------- crops by the device

@@ -174,6 +174,10 @@ def no_step(path):
     rewrite_manifest(path, lambda content: content.update(step="two"))
 
 
+def files_in_a_list(path):
+    rewrite_manifest(path, lambda content: content.update(files=["rank-00000.safetensors"]))
+
+
 def foreign_manifest(path):
     (path / MANIFEST).write_text("[]")
 
@@ -269,7 +273,8 @@ def with_other_pieces(path):
         (other_format, "its format is 'torch', expected 'quickvit training state 1'"),
         (unknown_key, "its manifest is damaged or foreign: .* 'run'"),
         (other_step, "it is of step 7"),
-        (no_step, "its manifest is damaged or foreign: step and about are of other types"),
+        (no_step, "its manifest is damaged or foreign: step, files and about are of other types"),
+        (files_in_a_list, "its manifest is damaged or foreign: step, files and about are of other types"),
         (escaping, "names files that no rank writes: .*secret"),
         (without_checksum, "its manifest is damaged or foreign: 'bytes'"),
         (pickled, "rank-00000.safetensors is not a safetensors file"),

@@ -177,6 +177,26 @@ def test_other_settings_are_what_is_said_of_a_run_whose_modules_differ_too(run, 
         Trainer(other, run, tmp_path).fit()
 
 
+@pytest.mark.parametrize("settings", [3, None, [["width", 3]]])
+def test_settings_that_are_no_table_are_refused(run, tmp_path, settings):
+    trainer = Trainer(Distillation(), run, tmp_path)
+    trainer.store.begin(4, trainer.state(), {"recipe": "distillation", "settings": settings})
+    assert trainer.store.settle()
+    with pytest.raises(CheckpointError, match=r"step-00000004: its settings are no table but "):
+        trainer.fit()
+
+
+def test_settings_that_came_later_are_not_asked_of_an_earlier_run(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(Distillation, "later_settings", ("heads",))
+    Trainer(Distillation(width=3), run, tmp_path).fit()
+    assert Trainer(Distillation(width=3, heads=1), run, tmp_path).fit().steps == 12
+    with pytest.raises(ValueError, match="asked for width 4 instead of 3; use another"):
+        Trainer(Distillation(width=4, heads=1), run, tmp_path).fit()
+    Trainer(Distillation(heads=1), run, tmp_path / "other").fit()
+    with pytest.raises(ValueError, match="asked for heads 2 instead of 1; use another"):
+        Trainer(Distillation(heads=2), run, tmp_path / "other").fit()
+
+
 def test_a_run_of_other_modules_is_refused(run, tmp_path):
     Trainer(Distillation(), run, tmp_path).fit()
     other = Distillation()

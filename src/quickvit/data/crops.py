@@ -67,7 +67,7 @@ def draw_box(
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
             return random.randint(0, height - h), random.randint(0, width - w), h, w
-    h, w = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
+    h, w = min(height, max(1, round(width / ratio[0]))), min(width, max(1, round(height * ratio[1])))
     return (height - h) // 2, (width - w) // 2, h, w
 
 

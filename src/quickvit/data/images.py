@@ -32,6 +32,9 @@ UNREADABLE = (
 )
 """What Pillow's decoders were seen to raise on files that are damaged, foreign or too large."""
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+# EPS files are programs, which Pillow has Ghostscript run, and in a file of IPTC it opens whatever is in there. The
+# others it recognises and leaves to further software.
+NO_IMAGES = ("EPS", "IPTC", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 
 
 class Unreadable(Exception):
@@ -75,9 +78,9 @@ def open_image(file: str | Path | BinaryIO) -> Image.Image:
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """What Pillow reads, less EPS: those are programs, and Pillow would have Ghostscript run them."""
+    """What Pillow reads by itself."""
     Image.init()
-    return tuple(name for name in Image.ID if name != "EPS")
+    return tuple(name for name in Image.ID if name not in NO_IMAGES)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -118,7 +118,8 @@ class StepLoader:
         """What `collate` makes of the steps start … stop − 1 of the run, on the device."""
         for batch in self._pipeline.run(self._steps, range(start, stop)):
             if batch is None:
-                raise self._pipeline.error(f"and neither can {REPLACEMENTS} others in place of one")
+                why = f"and neither can {REPLACEMENTS} others in place of one"
+                raise _too_many(self._pipeline.source, self._pipeline.unreadable, why)
             yield batch
 
 
@@ -148,8 +149,9 @@ class TrainLoader(StepLoader):
 class EvalLoader:
     """All samples in order, each once over all ranks: the source is cut into one part for each.
 
-    Unreadable images are left out, logged, and kept in `unreadable`. batch_size: of each rank. indices: some of
-    the samples, by default all; what becomes of a sample does not depend on the others.
+    Unreadable images are left out, logged, and kept in `unreadable`. Each rank counts its own: who gathers them must
+    `require_readable`. batch_size: of each rank. indices: some of the samples, by default all; what becomes of a
+    sample does not depend on the others.
     """
 
     def __init__(
@@ -184,6 +186,23 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Batch]:
         batches = self._pipeline.run(self._parts, range(len(self)))
         return (batch for batch in batches if batch is not None)
+
+
+def require_readable(source: Source, unreadable: Mapping[str, str], limit: float) -> None:
+    """Refuse to go on if these images with their reasons, of one rank or of all, are more than `max_unreadable`."""
+    if len(unreadable) > limit * (_images(source) if limit < 1 else 1):
+        raise _too_many(source, unreadable, f"more than max_unreadable={limit:g} allows")
+
+
+def _too_many(source: Source, unreadable: Mapping[str, str], why: str) -> TooManyUnreadable:
+    """An error with the list of what could not be read."""
+    lines = [f"{len(unreadable)} of the {_images(source)} images of {source.name} cannot be read, {why}:"]
+    lines += [f"  {path}: {reason}" for path, reason in unreadable.items()]
+    return TooManyUnreadable("\n".join(lines), list(unreadable.items()))
+
+
+def _images(source: Source) -> int:
+    return getattr(source, "distinct", len(source))
 
 
 def _check_ranks(rank: int, world_size: int) -> None:
@@ -407,23 +426,13 @@ class _Pipeline:
             self._note(loaded.unreadable)
             yield None if loaded.batch is None else self._finish(loaded.batch)
 
-    def error(self, why: str) -> TooManyUnreadable:
-        """An error with the list of what could not be read."""
-        lines = [
-            f"{len(self.unreadable)} of the {len(self.source)} images of {self.source.name} cannot be read, {why}:"
-        ]
-        lines += [f"  {path}: {reason}" for path, reason in self.unreadable.items()]
-        return TooManyUnreadable("\n".join(lines), list(self.unreadable.items()))
-
     def _note(self, unreadable: Sequence[tuple[str, str]]) -> None:
         """Log each image once, and stop if there are too many."""
         for path, reason in unreadable:
             if path not in self.unreadable:
                 self.unreadable[path] = reason
                 logger.warning("cannot read %s: %s", path, reason)
-        share = len(self.source) if self.max_unreadable < 1 else 1
-        if len(self.unreadable) > self.max_unreadable * share:
-            raise self.error(f"more than max_unreadable={self.max_unreadable:g} allows")
+        require_readable(self.source, self.unreadable, self.max_unreadable)
 
     def _finish(self, batch: Any) -> Any:
         """The images of a batch, normalised, and its other tensors, on the device."""

@@ -32,7 +32,7 @@ class SegmentationSource:
     """Images as an unlabelled source, and a mask for each.
 
     labels: the names of the labels 0, 1, …; none if any number below 255 will do.
-    ignored: labels that mean nothing: they are neither learned nor counted.
+    ignored: labels in the files that mean nothing: they are neither learned nor counted.
     """
 
     name: str
@@ -41,6 +41,11 @@ class SegmentationSource:
     labels: tuple[str, ...]
     ignored: tuple[int, ...]
     classes: tuple[str, ...] = ()
+
+    @property
+    def void(self) -> tuple[int, ...]:
+        """The ignored labels in the masks that are read: 255 stands for those that uint8 cannot hold."""
+        return tuple(dict.fromkeys(UNNAMED if self._is_wide(label) else label for label in self.ignored))
 
     def __len__(self) -> int:
         return len(self.images)
@@ -94,7 +99,12 @@ class SegmentationSource:
                 raise ValueError(
                     f"{path} has the label {label}; expected 0 … {known - 1}, or one that is ignored ({ignored})"
                 )
-        return mask.astype(np.uint8)
+        wide = np.isin(mask, [label for label in self.ignored if self._is_wide(label)])
+        return np.where(wide, UNNAMED, mask).astype(np.uint8)
+
+    @staticmethod
+    def _is_wide(label: int) -> bool:
+        return not 0 <= label <= UNNAMED
 
 
 def open_segmentation(
@@ -150,6 +160,8 @@ def _source(
 ) -> SegmentationSource:
     if not paths:
         raise ValueError(f"no images in {folder}")
+    if len(labels) > UNNAMED:
+        raise ValueError(f"{folder} has {len(labels)} named labels; expected at most {UNNAMED}")
     if missing := next((pair for pair in zip(paths, masks, strict=True) if not pair[1].is_file()), None):
         raise FileNotFoundError(f"{folder / missing[0]} has no mask: expected {missing[1]}")
     images = [os.fsencode(folder / path) for path in paths]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from random import Random
@@ -133,6 +134,8 @@ class EvalTransform(PixelTransform):
         """The same bytes whatever the seed."""
         if self.crop_mode == "center":
             image = _without_ends(image, self.size)
+        elif self.crop_mode == "border":
+            image = _thick_enough(image, [math.floor(side / self.crop_ratio) for side in self.size])
         return self._transform(image)
 
 
@@ -263,6 +266,15 @@ def _without_ends(image: Image.Image, size: tuple[int, int]) -> Image.Image:
         for side, wanted in ((image.width, width), (image.height, height))
     )
     return image.crop((left, top, image.width - left, image.height - top)) if left or top else image
+
+
+def _thick_enough(image: Image.Image, size: Sequence[int]) -> Image.Image:
+    """An image of which a line is left where its longer side is made to fit, which timm would round to nothing."""
+    height, width = size
+    least = math.floor(max(image.height / height, image.width / width) / 2) + 1
+    if min(image.size) >= least:
+        return image
+    return image.resize((max(image.width, least), max(image.height, least)), Image.Resampling.NEAREST)
 
 
 def to_tensor(image: Image.Image | Tensor) -> Tensor:

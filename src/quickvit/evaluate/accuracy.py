@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from quickvit.data import Batch, EvalLoader, PixelTransform, Source
-from quickvit.data.loader import MAX_UNREADABLE
+from quickvit.data.loader import MAX_UNREADABLE, require_readable
 from quickvit.data.sources.base import UNLABELLED
 from quickvit.evaluate.labels import class_names, class_numbers
 from quickvit.evaluate.rotation import UPRIGHT, Pose, cut_circle
@@ -108,6 +108,7 @@ def measure_accuracy(
     finally:
         model.train(training)
     parts = world.gather((counts.tolist(), images, loader.unreadable))
+    require_readable(source, dict(entry for part in parts for entry in part[2]), max_unreadable)
     return _report(parts, poses, source, answers)
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from quickvit.data import EvalLoader, Source, Transform
-from quickvit.data.loader import MAX_UNREADABLE
+from quickvit.data import EvalLoader, EvalTransform, Source, Transform
+from quickvit.data.loader import MAX_UNREADABLE, require_readable
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.metrics import confusion_matrix
 from quickvit.evaluate.rotation import UPRIGHT, Pose, cut_circle
@@ -110,12 +110,13 @@ def extract(
 
     trial = show(torch.zeros(1, 3, *backbone.img_size, device=backbone.device), torch.arange(1))
     specs = {name: Spec(tuple(value.shape[1:]), value.dtype) for name, value in trial.items()}
+    drawn = pose.random or not isinstance(transform, EvalTransform)
     key = {
         **backbone.identity,
         "source": describe_source(source),
         "transform": repr(transform),
         "pose": f"{pose} in a circle" if circle else str(pose),
-        "seed": extraction.seed,
+        "seed": extraction.seed if drawn else None,
     }
     specs[TARGET] = Spec((), torch.int64)
     store = ArrayStore(extraction.root, backbone.architecture, key, len(source), specs)
@@ -123,6 +124,8 @@ def extract(
     arrays = {name: store.read(name) for name in store.specs}
     present, targets = arrays.pop(PRESENT).bool(), arrays.pop(TARGET)
     indices = present.nonzero().flatten()
+    absent = map(source.describe, (~present).nonzero().flatten().tolist())
+    require_readable(source, dict.fromkeys(absent, "see the log"), extraction.max_unreadable)
     if not present.all():
         arrays, targets = {name: array[indices] for name, array in arrays.items()}, targets[indices]
     return Features(arrays, targets, indices, source)

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+# The least that is more than nothing, for limits.
+ABOVE_0 = math.ulp(0.0)
 
 
 def row(table: Mapping[int, T], width: int) -> T:
@@ -39,10 +41,17 @@ def as_plain(config: Any) -> dict[str, Any]:
     return plain
 
 
+def require_clip(clip: float | None) -> None:
+    """Refuse a norm that no gradient has."""
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip must be above 0, or null for no clipping, got {clip}")
+
+
 def require_within(values: Mapping[str, Any], limits: Mapping[str, tuple[float, float]]) -> None:
     """Refuse values that are below the least or above the most of these limits; those that are open are left open."""
     for name, (least, most) in limits.items():
         value = values[name]
         if isinstance(value, int | float) and not least <= value <= most:
-            words = f"at least {least:g}" if most == math.inf else f"{least:g} … {most:g}"
-            raise ValueError(f"{name} must be {words}, got {value}")
+            low = "above 0" if least == ABOVE_0 else f"at least {least:g}"
+            high = "" if most == math.inf else f" and at most {most:g}"
+            raise ValueError(f"{name} must be {low}{high}, got {value}")

@@ -34,9 +34,10 @@ from quickvit.data import (
 from quickvit.data.loader import MAX_UNREADABLE
 from quickvit.data.transforms import Where
 from quickvit.evaluate.accuracy import measure_accuracy
+from quickvit.evaluate.labels import class_numbers
 from quickvit.models import ViT
 from quickvit.models.declared import LABELS, declare
-from quickvit.recipes.config import as_plain, end_of_rate, given, require_within, row
+from quickvit.recipes.config import ABOVE_0, as_plain, end_of_rate, given, require_clip, require_within, row
 from quickvit.recipes.model import LayerScale, ModelArguments, build, create, save_model, started_from
 from quickvit.recipes.run import carry_out
 from quickvit.train import (
@@ -207,6 +208,7 @@ LIMITS = {
     **dict.fromkeys(("learning_rate", "final_learning_rate", "warmup_learning_rate"), (0, math.inf)),
     **dict.fromkeys(("weight_decay", "warmup_epochs"), (0, math.inf)),
     **dict.fromkeys(("layer_decay", "average", "drop_path"), (0, 1)),
+    "min_crop": (ABOVE_0, 1),
 }
 # Fields that say where things are or how they are done, not what is computed.
 _PLACES = ("data", "out", "finetune", "max_unreadable", "cache", "run")
@@ -214,6 +216,8 @@ _PLACES = ("data", "out", "finetune", "max_unreadable", "cache", "run")
 
 def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
     """The configuration with every value filled in."""
+    # What a folder had for an earlier run in this process it may not have any more.
+    _open_source.cache_clear()
     with torch.device("meta"):
         width = create(config, classes=2).embed_dim
     defaults = {**TRAINING, **row(SIZES, width)}
@@ -267,9 +271,7 @@ def resolve(config: Deit3Config, device: torch.device) -> Deit3Config:
 def _check(values: Mapping[str, Any]) -> None:
     """Refuse a configuration that cannot be carried out."""
     require_within(values, LIMITS)
-    clip = values["clip"]
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip must be above 0, or null for no clipping, got {clip}")
+    require_clip(values["clip"])
     if values["loss"] == "bce" and values["smoothing"]:
         raise ValueError(
             f"smoothing must be 0 with the loss bce, whose targets it would all make 1, got {values['smoothing']}; "
@@ -330,8 +332,12 @@ class Deit3(Recipe):
         """Augmented and mixed images with their mixed targets."""
         config = self.config
         source = _open_source(config.data, "train")
+        for module in self.modules.values():
+            declare(module, **{LABELS: source.classes})
         # What is wrong with the validation split shows here too, not after the first epoch.
         validation = self._validation()
+        if validation is not None:
+            class_numbers(self.modules["model"], validation.classes, validation.name)
         if world.main:
             tested = f"{len(validation)} for validation" if validation is not None else "none for validation"
             logger.info(
@@ -412,7 +418,6 @@ class Deit3(Recipe):
     def export(self, folder: Path, world: World) -> None:
         """Write `model.safetensors`: the average if there is one, with its classes and how images are prepared."""
         model = bare(self.modules.get("average", self.modules["model"]))
-        declare(model, **{LABELS: _open_source(self.config.data, "train").classes})
         save_model(model, folder / MODEL, world)
 
 

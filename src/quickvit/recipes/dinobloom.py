@@ -13,7 +13,7 @@ from quickvit.data import EvalTransform, Source
 from quickvit.evaluate.classification import Splits, fit_hematology
 from quickvit.evaluate.extract import Features
 from quickvit.recipes.dino.progress import scores
-from quickvit.recipes.dinov2 import IMAGENET, Dinov2, Dinov2Config, ViewsName, resolve
+from quickvit.recipes.dinov2 import Dinov2, Dinov2Config, ViewsName, resolve
 from quickvit.recipes.run import carry_out
 from quickvit.train import Outcome, World
 
@@ -21,7 +21,7 @@ from quickvit.train import Outcome, World
 SPEED: dict[str, Any] = {"steps": 4000, "learning_rate": 2e-4, "momentum": 0.994, "centering": "sinkhorn"}
 # Quick ViTs used 8 GPUs of 40 GB, for which DinoBloom's configuration names 40 images of a ViT-L each.
 GROUP = 40
-DEFAULTS: dict[str, Any] = {**IMAGENET, **SPEED, "batch_size": 8 * GROUP}
+DEFAULTS: dict[str, Any] = {**SPEED, "batch_size": 8 * GROUP}
 
 
 @dataclass(frozen=True)

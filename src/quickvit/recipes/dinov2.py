@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -36,7 +37,7 @@ from quickvit.data.transforms import Where
 from quickvit.evaluate.classification import KnnClassifier, Splits, open_splits
 from quickvit.evaluate.extract import Features
 from quickvit.evaluate.knn import TEMPERATURE
-from quickvit.recipes.config import as_plain, end_of_rate, given, require_within, row
+from quickvit.recipes.config import ABOVE_0, as_plain, end_of_rate, given, require_clip, require_within, row
 from quickvit.recipes.dino.backbone import CropEncoder, HiddenPatches
 from quickvit.recipes.dino.head import DinoHead
 from quickvit.recipes.dino.losses import koleo_loss
@@ -49,6 +50,7 @@ from quickvit.recipes.model import (
     build,
     create,
     patch_size,
+    require_whole_patches,
     save_model,
     started_from,
 )
@@ -277,7 +279,11 @@ class Dinov2Config:
 
 # The least and the most that these may be.
 LIMITS = {
-    **dict.fromkeys(("batch_size", "prototypes", "knn_images", "steps_per_epoch"), (1, math.inf)),
+    **dict.fromkeys(("batch_size", "knn_images", "steps_per_epoch"), (1, math.inf)),
+    **dict.fromkeys(("head_layers", "head_hidden", "head_bottleneck"), (1, math.inf)),
+    # With one there is nothing to tell apart.
+    "prototypes": (2, math.inf),
+    **dict.fromkeys(("teacher_temperature", "first_teacher_temperature"), (ABOVE_0, math.inf)),
     **dict.fromkeys(
         ("steps", "local_views", "warmup_steps", "frozen_steps", "temperature_steps"), (0, math.inf)
     ),
@@ -303,6 +309,8 @@ def resolve(config: C, device: torch.device) -> C:
         chosen["layer_scale"] = config.layer_scale
     steps, batch_size = chosen["steps"], chosen["batch_size"]
     peak = _peak(chosen["learning_rate"], batch_size)
+    local_size = _or(config.local_size, max(1, round(config.img_size * 96 / 224 / patch)) * patch)
+    require_whole_patches("local_size", local_size, patch)
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "float32"
@@ -311,7 +319,7 @@ def resolve(config: C, device: torch.device) -> C:
         **{**chosen, **started_from(config, config.finetune)},
         final_learning_rate=end_of_rate(config.final_learning_rate, FINAL_LEARNING_RATE, peak),
         drop_path_subset=_or(config.drop_path_subset, chosen["drop_path"] > SUBSET),
-        local_size=_or(config.local_size, max(1, round(config.img_size * 96 / 224 / patch)) * patch),
+        local_size=local_size,
         warmup_steps=_or(config.warmup_steps, round(WARMUP * steps)),
         temperature_steps=_or(config.temperature_steps, round(TEMPERATURE_WARMUP * steps)),
         frozen_steps=_or(config.frozen_steps, round(FROZEN * steps)),
@@ -337,6 +345,7 @@ class Dinov2(Recipe):
     name = "dinov2"
     batch_type = ViewBatch
     evaluates_first = True
+    later_settings = ("data",)
 
     def __init__(self, config: Dinov2Config) -> None:
         _check(config)
@@ -389,8 +398,10 @@ class Dinov2(Recipe):
         return cls(replace(config, finetune=None))
 
     def settings(self) -> Mapping[str, Any]:
-        """The configuration, less where things are and how the run is carried out."""
-        return {name: value for name, value in as_plain(self.config).items() if name not in _PLACES}
+        """The configuration, less where things are and how the run is carried out; of several data their weights."""
+        plain = {name: value for name, value in as_plain(self.config).items() if name not in _PLACES}
+        data = self.config.data
+        return {**plain, "data": None if isinstance(data, str) else list(data.values())}
 
     # ------------------------------------------------------------------ optimisation
 
@@ -444,6 +455,8 @@ class Dinov2(Recipe):
         """Views of images, and masks."""
         config = self.config
         self._step = start - 1
+        # What is wrong with the labelled data shows here too, also where a run goes on between two evaluations.
+        _ = self._labelled
         share = self.batch_size // (world.size * config.run.accumulate)
         if share % self.masking.group:
             raise ValueError(
@@ -544,7 +557,7 @@ class Dinov2(Recipe):
         """The accuracy of the teacher's nearest neighbours, if there is labelled data; and keep the teacher."""
         if self.config.snapshots:
             self._keep_teacher(world)
-        splits = self._labelled()
+        splits = self._labelled
         if splits is None:
             return {}
         options = {"batch_size": max(1, self.batch_size // world.size), "workers": self.config.run.workers}
@@ -589,16 +602,29 @@ class Dinov2(Recipe):
         (tokens,) = self.modules["teacher"]([images.to(self.dtype)])
         return tokens[:, 0]
 
+    @cached_property
     def _labelled(self) -> Splits | None:
         """Data with classes: what was asked for, or the training data if it has them."""
         config = self.config
         if config.labelled is not None:
-            return open_splits(config.labelled)
+            return self._splits(config.labelled)
         try:
-            return open_splits(config.data) if isinstance(config.data, str) else None
+            return self._splits(config.data) if isinstance(config.data, str) else None
         except (ValueError, FileNotFoundError) as reason:
             logger.info("no k-NN during training: %s", reason)
             return None
+
+    def _splits(self, spec: str) -> Splits:
+        """The splits of data, whose classes must be numbered alike where they are learned and tested."""
+        splits = open_splits(spec)
+        learned, tested = splits.train, self.tested(splits)
+        if learned.classes != tested.classes:
+            some = ", ".join(sorted({*learned.classes} ^ {*tested.classes})[:5])
+            raise ValueError(
+                f"{tested.name} must have the {len(learned.classes)} classes of {learned.name}, got "
+                f"{len(tested.classes)}; only one of them has {some}. Name all classes in classes.txt"
+            )
+        return splits
 
 
 # ---------------------------------------------------------------------- parts
@@ -636,6 +662,7 @@ def _or(value: Any, default: Any) -> Any:
 def _check(config: Dinov2Config) -> None:
     """Refuse a configuration that cannot be carried out."""
     require_within(vars(config), LIMITS)
+    require_clip(config.clip)
     if given(config.group) < 2 and config.koleo_weight:
         raise ValueError(
             f"KoLeo needs a group of at least 2 images, got {config.group}; use another batch_size or group"

@@ -122,6 +122,8 @@ def create(
     if isinstance(model, QuickVisionTransformer) and config.invariant and model.invariant is None:
         raise ValueError(f"invariant is for d8 and i8, {config.model} has none, got {config.invariant}")
     require_writable(model)
+    # A ViT of timm would leave out what is over.
+    require_whole_patches("img_size", config.img_size, patch_size(model))
     if isinstance(model, VisionTransformer) and drop_path:
         # timm's own rises from block to block.
         for block in model.blocks:
@@ -129,6 +131,12 @@ def create(
             if isinstance(block, StandardBlock):
                 block.drop_path_subset = drop_path_subset
     return model
+
+
+def require_whole_patches(name: str, size: int, patch: int) -> None:
+    """Refuse images of which a part of a patch is left."""
+    if size < 1 or size % patch:
+        raise ValueError(f"{name} must be a positive multiple of the {patch} pixels of a patch, got {size}")
 
 
 def _require_one_place(config: Architecture, given: Mapping[str, Any]) -> None:

@@ -86,8 +86,8 @@ class Manifest:
                 raise CheckpointError(f"its format is {content.get('format')!r}, expected {FORMAT!r}")
             manifest = cls(**content)
             names = ", ".join(manifest.files)
-            if not isinstance(manifest.step, int) or not isinstance(manifest.about, dict):
-                raise TypeError("step and about are of other types")
+            if not all(map(isinstance, (manifest.step, manifest.files, manifest.about), (int, dict, dict))):
+                raise TypeError("step, files and about are of other types")
         except OSError as error:
             raise CheckpointError(f"its manifest cannot be read: {error.strerror}") from error
         except CheckpointError:
@@ -259,9 +259,7 @@ class Store:
             about, problem = Manifest.read(path / MANIFEST).about, None
         except CheckpointError as error:
             about, problem = {}, str(error)
-        problem = next((p for p in self.world.gather(problem) if p is not None), None)
-        if problem is not None:
-            raise CheckpointError(problem)
+        self._raise_together(problem)
         return about
 
     def check(self, path: Path, tensors: Mapping[str, Tensor] | None = None) -> Manifest:
@@ -276,10 +274,14 @@ class Store:
             problem = None
         except CheckpointError as error:
             problem = str(error)
-        problem = next((p for p in self.world.gather(problem) if p is not None), None)
+        self._raise_together(problem)
+        return manifest
+
+    def _raise_together(self, problem: str | None) -> None:
+        """The first problem that any rank has is that of all."""
+        problem = next((found for found in self.world.gather(problem) if found is not None), None)
         if problem is not None:
             raise CheckpointError(problem)
-        return manifest
 
     def load(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         """Copy a checked checkpoint into the state; each rank reads what it needs."""

@@ -39,22 +39,20 @@ class World:
     def any(self, *flags: Tensor | bool) -> tuple[bool, ...]:
         """For each flag, whether it is raised on any rank."""
         raised = torch.stack([torch.as_tensor(flag, device=self.device).float() for flag in flags])
-        if self.size > 1:
-            dist.all_reduce(raised, dist.ReduceOp.MAX)
-        return tuple(bool(value) for value in raised.tolist())
+        return tuple(bool(value) for value in self.max(raised).tolist())
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over the ranks."""
-        if self.size > 1:
-            value = value.clone()
-            dist.all_reduce(value)
-        return value
+        return self._reduce(value, dist.ReduceOp.SUM)
 
     def max(self, value: Tensor) -> Tensor:
         """The maximum of each entry of a tensor over the ranks."""
+        return self._reduce(value, dist.ReduceOp.MAX)
+
+    def _reduce(self, value: Tensor, operation: Any) -> Tensor:
         if self.size > 1:
             value = value.clone()
-            dist.all_reduce(value, dist.ReduceOp.MAX)
+            dist.all_reduce(value, operation)
         return value
 
     def gather(self, value: T) -> list[T]:

@@ -30,12 +30,14 @@ class Recipe(ABC):
     precision: of the forward and backward pass; bf16 is PyTorch's autocast with float32 weights.
     batch_type: the named tuple of tensors that a batch is.
     evaluates_first: whether there is something to evaluate before the first update.
+    later_settings: settings that checkpoints of earlier releases do not have, and are resumed without.
     world: the ranks that train together, from the engine.
     """
 
     name: ClassVar[str]
     batch_type: ClassVar[Any] = Batch
     evaluates_first: ClassVar[bool] = False
+    later_settings: ClassVar[tuple[str, ...]] = ()
 
     modules: dict[str, nn.Module]
     total_steps: int

@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from quickvit.data import derived_seed
+from quickvit.models import CheckpointError
 from quickvit.train.checkpoint import Store
 from quickvit.train.compiling import Compile, has_graphs
 from quickvit.train.distributed import Parallel, World, bare, gradients_shared, spread, trained
@@ -254,7 +255,7 @@ class Trainer:
         if self.store is None:
             return 0
         state = self.state()
-        found = self.store.newest(state, lambda path, about: _require_same(about, self._about(), path))
+        found = self.store.newest(state, self._require_same)
         if found is None:
             return 0
         path, manifest = found
@@ -302,6 +303,22 @@ class Trainer:
         about = {"recipe": self.recipe.name, "settings": dict(self.recipe.settings())}
         result: dict[str, Any] = json.loads(json.dumps({**about, "accumulate": self.run.accumulate}))
         return result
+
+    def _require_same(self, path: Path, theirs: dict[str, Any]) -> None:
+        """Refuse to go on with other settings than before."""
+        if not isinstance(theirs.get("settings", {}), dict):
+            raise CheckpointError(f"its settings are no table but {theirs['settings']!r}")
+        before, now = (
+            {"recipe": about.get("recipe"), **about.get("settings", {})} for about in (theirs, self._about())
+        )
+        for name in self.recipe.later_settings:
+            before.setdefault(name, now.get(name))
+        names = [name for name in (before | now) if before.get(name) != now.get(name)]
+        if names:
+            changes = ", ".join(f"{name} {now.get(name)!r} instead of {before.get(name)!r}" for name in names)
+            raise ValueError(
+                f"{path} is of a run with other settings: asked for {changes}; use another folder for another run"
+            )
 
     # ------------------------------------------------------------------ around the loop
 
@@ -355,14 +372,3 @@ class Trainer:
             if run.profile and folder is not None:
                 journal.add_profiler(folder / "profile" / f"rank-{self.world.rank:05d}.json")
             yield stop, journal
-
-
-def _require_same(theirs: dict[str, Any], ours: dict[str, Any], path: Path) -> None:
-    """Refuse to go on with other settings than before."""
-    before, now = ({"recipe": about.get("recipe"), **about.get("settings", {})} for about in (theirs, ours))
-    names = [name for name in (before | now) if before.get(name) != now.get(name)]
-    if names:
-        changes = ", ".join(f"{name} {now.get(name)!r} instead of {before.get(name)!r}" for name in names)
-        raise ValueError(
-            f"{path} is of a run with other settings: asked for {changes}; use another folder for another run"
-        )

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 from PIL import Image
 
 UNLABELLED = -1
+# Of a class's number: all classes below it have a name.
+MOST_DIGITS = 6
 # What each split is called in folders and data sets, best first. "all" is everything, whatever it is called.
 SPLITS = {
     "train": ("train", "training"),
@@ -14,6 +16,11 @@ SPLITS = {
     "test": ("test", "testing"),
 }
 ALL = "all"
+
+
+def numbered(most: int) -> tuple[str, ...]:
+    """The names of classes that have numbers only."""
+    return tuple(map(str, range(most + 1)))
 
 
 class Sample(NamedTuple):
@@ -27,7 +34,8 @@ class Source(Protocol):
     """Samples by number. Every worker gets a copy: pickling one must be cheap.
 
     A source whose samples are not files of their own may have `files`, the paths of those that it reads, or a
-    `fingerprint`: when they change, features are computed again.
+    `fingerprint`: when they change, features are computed again. One that has images several times says in `distinct`
+    how many there are.
     """
 
     @property

@@ -21,7 +21,8 @@ class CachedSource:
     pixels: Tensor
     # For each sample the end of its pixels, height, width and target.
     table: Tensor
-    unreadable: dict[int, Unreadable]
+    # Path and reason: an error itself would keep every place at which it was raised.
+    unreadable: dict[int, tuple[str, str]]
 
     @property
     def name(self) -> str:
@@ -43,6 +44,11 @@ class CachedSource:
         """The other source's."""
         return getattr(self.source, "fingerprint", "")
 
+    @property
+    def distinct(self) -> int:
+        """The other source's."""
+        return getattr(self.source, "distinct", len(self))
+
     def __len__(self) -> int:
         return len(self.table)
 
@@ -55,7 +61,7 @@ class CachedSource:
     def read_bytes(self, index: int) -> tuple[Tensor, int]:
         """The same with the image as it is stored, bytes [H, W, 3]."""
         if index in self.unreadable:
-            raise self.unreadable[index]
+            raise Unreadable(*self.unreadable[index])
         end, height, width, target = self.table[index].tolist()
         return self.pixels[end - height * width * 3 : end].view(height, width, 3), target
 
@@ -73,7 +79,7 @@ def cache(source: Source, limit: int = 2**34) -> CachedSource:
             pixels += image.tobytes()
             rows.append((len(pixels), image.height, image.width, target))
         except Unreadable as error:
-            unreadable[index] = error
+            unreadable[index] = error.path, error.reason
             rows.append((len(pixels), 0, 0, -1))
         if len(pixels) > limit:
             raise ValueError(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 import numpy as np
 
 from quickvit.data.images import read_image, walk_images
-from quickvit.data.sources.base import ALL, SPLITS, UNLABELLED, Sample
+from quickvit.data.sources.base import ALL, MOST_DIGITS, SPLITS, UNLABELLED, Sample, numbered
 
 # The classes in the order of a model's outputs, one name in a line.
 CLASS_LIST = "classes.txt"
@@ -83,20 +83,13 @@ def _from_class_folders(folder: Path, root: Path, split: str) -> FolderSource:
 
 def _from_listing(folder: Path, root: Path, listing: Path) -> FolderSource:
     """Lines of a path below FOLDER/SPLIT and a class: its name, or its number among those of the training split."""
-    rows = []
-    for number, line in enumerate(listing.read_text(encoding="utf-8-sig").splitlines(), 1):
-        match line.rsplit(maxsplit=1):
-            case [path, label] if not (PurePath(path).is_absolute() or ".." in PurePath(path).parts):
-                rows.append((path, label))
-            case []:
-                continue
-            case _:
-                raise ValueError(
-                    f"{listing}, line {number}: expected a path below {root} and a class, got {line!r}"
-                )
+    rows = _read_listing(listing, root)
     training = _find_split(folder, "train")
     classes = read_class_list(folder) or (_class_folders(training) if training is not None else ())
-    classes = classes or tuple(sorted({label for _, label in rows}))
+    if not classes:
+        learned = _listing(folder, SPLITS["train"] if training is None else (training.name,))
+        named = rows if learned in (None, listing) else _read_listing(learned, training or folder)
+        classes = _classes_of({label for _, label in named})
     targets = {name: i for i, name in enumerate(classes)}
     for label in {label for _, label in rows} - targets.keys():
         if not (label.isdecimal() and int(label) < len(classes)):
@@ -106,6 +99,29 @@ def _from_listing(folder: Path, root: Path, listing: Path) -> FolderSource:
         targets[label] = int(label)
     paths = _require_images([path for path, _ in rows], listing)
     return _source(root, paths, [targets[label] for _, label in rows], classes)
+
+
+def _read_listing(listing: Path, root: Path) -> list[tuple[str, str]]:
+    """The path and the class of each line."""
+    rows = []
+    for number, line in enumerate(_lines(listing), 1):
+        match line.rsplit(maxsplit=1):
+            case [path, label] if not (PurePath(path).is_absolute() or ".." in PurePath(path).parts):
+                rows.append((path, label))
+            case []:
+                continue
+            case _:
+                raise ValueError(
+                    f"{listing}, line {number}: expected a path below {root} and a class, got {line!r}"
+                )
+    return rows
+
+
+def _classes_of(labels: Set[str]) -> tuple[str, ...]:
+    """The classes of labels: in the order of their names, or if all are numbers those up to the largest."""
+    if labels and all(label.isdecimal() and len(label) <= MOST_DIGITS for label in labels):
+        return numbered(max(map(int, labels)))
+    return tuple(sorted(labels))
 
 
 def _source(
@@ -123,12 +139,19 @@ def read_class_list(folder: Path) -> tuple[str, ...]:
     file = folder / CLASS_LIST
     if not file.is_file():
         return ()
-    names = tuple(line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip())
+    names = tuple(line.strip() for line in _lines(file) if line.strip())
     if len(set(names)) < len(names) or not names:
         raise ValueError(
             f"{file} must name each class once, got {len(names)} names, {len(set(names))} of them different"
         )
     return names
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} must be text in UTF-8: {error}") from error
 
 
 def _find_split(folder: Path, split: str) -> Path | None:

@@ -93,6 +93,9 @@ def open_torchvision(name: str, root: str | None, split: str, *, labelled: bool 
         raise ValueError(f"timm knows no {spec}: {error}") from error
     except RuntimeError as error:
         raise FileNotFoundError(f"cannot open {spec} in {root}: {error}") from error
+    if hasattr(dataset, "loader"):
+        # Its own reads formats that run programs, and clips 16 bits.
+        dataset.loader = read_image
     names: Any = next((found for key in CLASS_NAMES if (found := getattr(dataset, key, None))), ())
     return TorchvisionSource(f"{spec} ({split})", dataset, tuple(map(str, names)) if labelled else ())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +33,11 @@ class MixedSource:
         """Those of all sources."""
         return " ".join(getattr(source, "fingerprint", "") for source in self.sources).strip()
 
+    @property
+    def distinct(self) -> int:
+        """How many images there are, each counted once."""
+        return sum(len(source) for source in self.sources)
+
     def __len__(self) -> int:
         return self.ends[-1]
 
@@ -56,8 +62,8 @@ def mix(sources: Mapping[Source, float]) -> MixedSource:
     if not sources:
         raise ValueError("there is nothing to mix; give at least one source with its weight")
     for source, weight in sources.items():
-        if not weight > 0:
-            raise ValueError(f"the weight of {source.name} must be above 0, got {weight}")
+        if not 0 < weight < math.inf:
+            raise ValueError(f"the weight of {source.name} must be a number above 0, got {weight}")
     # As many as it takes for the source that is the scarcest for its weight to be there once.
     scale = max(len(source) / weight for source, weight in sources.items())
     ends = accumulate(round(scale * weight) for weight in sources.values())

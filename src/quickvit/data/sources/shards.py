@@ -20,13 +20,11 @@ import numpy as np
 from tqdm import tqdm
 
 from quickvit.data.images import Unreadable, image_suffixes, read_image
-from quickvit.data.sources.base import ALL, SPLITS, UNLABELLED, Sample
+from quickvit.data.sources.base import ALL, MOST_DIGITS, SPLITS, UNLABELLED, Sample, numbered
 from quickvit.data.sources.folder import read_class_list
 
 LABEL = ".cls"
 INFO = ("_info.json", "info.json")
-# Of a class's number: all classes below it have a name here.
-MOST_DIGITS = 6
 # What each word stands for in the name of a shard; "test" serves for validation, and is still a test split.
 OWN_SPLIT = {word: split for split, words in SPLITS.items() for word in words}
 
@@ -82,7 +80,7 @@ def open_shards(folder: Path, split: str, *, labelled: bool = True) -> ShardSour
         raise ValueError(f"no images in the {len(shards)} shards of {folder}")
     classes: tuple[str, ...] = ()
     if labelled:
-        classes = read_class_list(folder) or tuple(map(str, range(max(targets) + 1)))
+        classes = read_class_list(folder) or numbered(max(targets))
         if max(targets) >= len(classes):
             raise ValueError(
                 f"{folder} names {len(classes)} classes, but has a sample of class {max(targets)}"
@@ -134,12 +132,12 @@ def _named_shards(info: Path, names: tuple[str, ...]) -> list[Path]:
     """The shards that the description of a data set lists for a split, none of them outside its folder."""
     try:
         splits: dict[str, Any] = json.loads(info.read_text(encoding="utf-8-sig"))["splits"]
-        split = next(splits[name] for name in names if name in splits)
-        return [info.parent / Path(str(name)).name for name in split["filenames"]]
-    except (ValueError, LookupError, TypeError, StopIteration, RecursionError) as error:
-        raise ValueError(
-            f"{info} does not list the shards of any of the splits {', '.join(names)}"
-        ) from error
+        split = next((splits[name] for name in names if name in splits), None)
+        if split is not None:
+            return [info.parent / Path(str(name)).name for name in split["filenames"]]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"{info} does not list shards by their splits: {error}") from error
+    raise FileNotFoundError(f"{info} lists no shards of any of the splits {', '.join(names)}")
 
 
 def _index(shard: Path, *, labelled: bool) -> Iterator[tuple[str, int, int, int]]:
@@ -153,9 +151,19 @@ def _index(shard: Path, *, labelled: bool) -> Iterator[tuple[str, int, int, int]
                 folder, _, file = member.name.rpartition("/")
                 stem, _, suffix = file.partition(".")
                 key, suffix = f"{folder}/{stem}" if folder else stem, f".{suffix.lower()}"
-                if not member.isfile() or not stem:
+                if member.isdir() or not stem:
                     continue
+                if suffix in (*image_suffixes(), LABEL) and not member.isfile():
+                    raise ValueError(
+                        f"{shard}:{member.name} is a link or a device, expected a file; pack what links stand for, "
+                        "with GNU's tar --dereference --hard-dereference"
+                    )
                 if suffix in image_suffixes():
+                    if key in images:
+                        raise ValueError(
+                            f"{shard}:{member.name} is a second image of the sample {key}, expected one; give it "
+                            f"another name, or {key}.mask{suffix} if it belongs to the first"
+                        )
                     images[key] = member.offset_data, member.size
                 elif suffix == LABEL and labelled:
                     content = tar.extractfile(member)
@@ -164,6 +172,7 @@ def _index(shard: Path, *, labelled: bool) -> Iterator[tuple[str, int, int, int]
                     )
                 elif os.path.splitext(suffix)[1] in (*image_suffixes(), LABEL):
                     dotted[member.name] = key
+            _require_end(tar)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ValueError(f"{shard} is not a whole, uncompressed tar file: {error}") from error
     # Beside an image, 17.seg.png is something else that belongs to it; alone, it is an image that would be lost.
@@ -179,6 +188,15 @@ def _index(shard: Path, *, labelled: bool) -> Iterator[tuple[str, int, int, int]
         if labelled and key not in labels:
             raise ValueError(f"{shard}:{key} has no class, expected a file {key}{LABEL} with its number")
         yield key, offset, size, labels.get(key, UNLABELLED)
+
+
+def _require_end(tar: tarfile.TarFile) -> None:
+    """Refuse a file that goes on where tarfile stops: at a damaged header, or after the first of two shards."""
+    assert tar.fileobj is not None
+    tar.fileobj.seek(tar.offset)
+    # The end is padded to a whole record.
+    if tar.fileobj.read(2 * tarfile.RECORDSIZE).strip(b"\0"):
+        raise tarfile.ReadError(f"what follows byte {tar.offset} has no header")
 
 
 def _label(text: bytes, name: str) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quickvit.data import EvalLoader, EvalTransform, Source
+from quickvit.data.loader import MAX_UNREADABLE, require_readable
 from quickvit.evaluate.classification import Classifier
 from quickvit.evaluate.extract import Features
 from quickvit.evaluate.metrics import LABEL_METRICS
@@ -47,7 +48,9 @@ def collect(
         vectors = encode(nothing if batch is None else batch.images)
         if batch is not None:
             found.append((vectors.float().cpu(), batch.targets.cpu(), batch.indices.cpu()))
-    everything = [part for parts in world.gather(found) for part in parts]
+    ranks = world.gather((found, loader.unreadable))
+    require_readable(source, dict(entry for _, unreadable in ranks for entry in unreadable), MAX_UNREADABLE)
+    everything = [part for parts, _ in ranks for part in parts]
     vectors, targets, indices = (torch.cat(tensors) for tensors in zip(*everything, strict=True))
     return Features({"class_1": vectors}, targets, indices, source)
 
