@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -72,6 +73,21 @@ def data(tmp_path):
                 pixels = generator.integers(120 * label, 120 * label + 100, (16, 16, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"{number}.png")
     return tmp_path / "data"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--studies", "depth", "familes"), "--studies of cifar10 are depth, families, .*, got familes"),
+        (("--studies", "dinov2"), "--studies of cifar10 are .*, got dinov2"),
+        (("--families", "h9"), "--families of cifar10 are d8, h2, h8, i8, vit, got h9"),
+    ],
+)
+def test_names_that_do_not_exist(study, tmp_path, capsys, options, message):
+    with pytest.raises(SystemExit) as stopped:
+        call(study, tmp_path, *options)
+    assert stopped.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def call(study, tmp_path, *options, dataset="cifar10", data="DATA"):

@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--studies",
         nargs="+",
-        help="families, depth, invariants, lift, initialisation, norm, dinov2, recipe; all by default",
+        help="families, depth, invariants, lift, initialisation, norm, dinov2, recipe; all of the data by default",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--families", nargs="+", help="only these")
@@ -271,6 +271,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--extra", nargs=argparse.REMAINDER, default=[], help="further options of the training"
     )
     arguments = parser.parse_args(argv)
+    planned = list(runs(arguments.dataset, 0))
+    known = {
+        "studies": {study for run in planned for study in run.labels},
+        "families": {run.family for run in planned},
+    }
+    for option, names in known.items():
+        if unknown := sorted(set(getattr(arguments, option) or ()) - names):
+            expected = ", ".join(sorted(names))
+            parser.error(f"--{option} of {arguments.dataset} are {expected}, got {', '.join(unknown)}")
     waiting = [
         run
         for seed in arguments.seeds

@@ -36,7 +36,7 @@ MODELS = ("ViT", "h8", "i8")
 CLASSES = 10
 # Digits that a transformation turns nearly into each other.
 LOOKALIKES = (((6, 9), "a half turn"), ((2, 5), "a mirroring"))
-BATCH_FOR_SPEED = 256
+BATCH_FOR_SPEED, ROUNDS = 256, 9
 ACCURACY = "test accuracy"
 
 
@@ -340,11 +340,11 @@ def predict(model: nn.Module, images: Tensor) -> Tensor:
     return torch.cat([model(batch).argmax(-1) for batch in images.split(BATCH_FOR_SPEED)])
 
 
-def measure_throughput(models: dict[str, nn.Module], images: Tensor, rounds: int = 9) -> dict[str, float]:
+def measure_throughput(models: dict[str, nn.Module], images: Tensor) -> dict[str, float]:
     """Images per second of each model: the median of some rounds in which the models take turns."""
     batch = images[torch.arange(BATCH_FOR_SPEED) % len(images)]
     seconds: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(rounds + 1):
+    for _ in range(ROUNDS + 1):
         for name, model in models.items():
             start = time.perf_counter()
             predict(model, batch)

@@ -5,6 +5,7 @@ import torch
 
 from quickvit.bench import Variant, count
 from quickvit.bench.work import (
+    CLASSES,
     Ceilings,
     Shape,
     Storage,
@@ -28,6 +29,16 @@ def test_flops_of_a_model_are_those_counted(family):
         built = Variant(family or "vit", "tiny", 16).create(img_size=32, depth=3)
     steps = model(shape, family, 5, FULL)
     assert sum(step.flops for step in steps) == pytest.approx(5 * count(built).flops)
+
+
+def test_features_need_no_head():
+    shape = Shape("tiny", 16, img_size=32, depth=3)
+    with torch.device("meta"):
+        built = Variant("vit", "tiny", 16).create(img_size=32, depth=3, num_classes=0)
+    steps = model(shape, None, 5, FULL, features=True)
+    assert sum(step.flops for step in steps) == pytest.approx(5 * count(built).flops)
+    both = model(shape, None, 5, FULL, features=True, backward=True)
+    assert not any(step.flops == 2 * 5 * 192 * CLASSES for step in both)
 
 
 def test_bytes_by_hand():

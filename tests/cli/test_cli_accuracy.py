@@ -36,6 +36,7 @@ def test_accuracy_is_what_was_measured(run, classifiers):
     options = ("--rotate", "random90", "--mirror", "--circle", "--seed", 3, "--batch-size", 100)
     code, out, _ = run("eval", "accuracy", file, *options, "--json")
     result = json.loads(out)
+    assert result["protocol"] == "accuracy"
     model = quickvit.load_checkpoint(file)
     pose = Pose("quarter", mirror=True)
     expected = measure_accuracy(
@@ -67,6 +68,22 @@ def test_an_invariant_model_loses_exactly_nothing(run, classifiers):
     assert lines[0].split() == ["pose", "top-1", "(%)", "change", "top-5", "(%)", "change"]
     assert len(lines) == 2 + 8 + 2
     assert any(line.split()[-1] not in ("+0.00", "-0.00") for line in lines[3:10])
+
+
+@pytest.mark.parametrize("protocol", ["accuracy", "rotation"])
+def test_random_weights_are_told_and_always_the_same(run, monkeypatch, protocol):
+    seen = []
+
+    def measure(model, *_, **__):
+        seen.append(model.head.weight)
+        raise ValueError("that is enough")
+
+    monkeypatch.setattr("quickvit.cli.accuracy.measure_accuracy", measure)
+    for _ in range(2):
+        code, _, err = run("eval", protocol, "quickvit_i8_tiny_patch16_224")
+        assert code == 2
+        assert "quickvit: no --checkpoint given, the weights are random\n" in err
+    assert torch.equal(*seen)
 
 
 def test_a_run_is_a_folder_with_its_model(run, classifiers, tmp_path):

@@ -6,6 +6,7 @@ import torch
 from quickvit import load_checkpoint, save_checkpoint
 from quickvit.cli.explore import _changing, _classes_in_turn, _pool
 from quickvit.data import Sample, Unreadable
+from quickvit.data.sources.digits import DigitsSource
 from quickvit.models import create_model
 from quickvit.models.checkpoints import save_weights
 from quickvit.models.declared import declare
@@ -71,6 +72,16 @@ def test_a_page(run, models):
     )
     assert (found.credit, found.source.command[:17]) == ("Me.", "quickvit explore ")
     assert "Me." in out.read_text()
+
+
+def test_images_without_a_label_have_none_on_the_page(run, models, monkeypatch):
+    read = DigitsSource.read
+    monkeypatch.setattr(DigitsSource, "read", lambda *given: read(*given)._replace(target=-1))
+    baseline, saved = ("--baseline", models / "vit.safetensors"), models / "saved.json"
+    places = ("--out", models / "page.html", "--save", saved)
+    code, _, _ = run("explore", models / "i8.safetensors", *baseline, "--images", 2, "--changing", 0, *places)
+    assert code == 0
+    assert read_exploration(saved).targets == (-1, -1)
 
 
 def test_classes_have_the_names_that_the_model_knows(run, models):

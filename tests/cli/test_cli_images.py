@@ -63,6 +63,12 @@ class TestEmbed:
                 features.append(file["features"])
         assert not np.allclose(*features)
 
+    def test_a_model_without_a_class_token(self, run, images, tmp_path):
+        name = "vit_little_patch16_reg1_gap_256"
+        code, _, err = run("embed", name, images, "--out", tmp_path / "f.npz", "--pool", "token")
+        assert code == 2
+        assert f"{name} has no class token; choose --pool avg" in err
+
     def test_unreadable_images_are_skipped(self, run, images, checkpoint, tmp_path):
         (images / "broken.png").write_bytes(b"no image")
         out_file = tmp_path / "features.npz"

@@ -114,6 +114,23 @@ def test_images_that_cannot_be_read_are_counted(ask, monkeypatch, tmp_path):
     assert ask("knn", "--neighbours", 1, "--cache", tmp_path)[1].endswith("(test), 0 could not be read\n")
 
 
+@pytest.mark.parametrize("protocol", ["knn", "accuracy"])
+def test_how_many_images_may_be_unreadable(run, folder, tmp_path, monkeypatch, protocol):
+    def torn(self, index):
+        if index % 10 == 0:
+            raise Unreadable(self.describe(index), "torn")
+        return read(self, index)
+
+    read = DigitsSource.read
+    monkeypatch.setattr(DigitsSource, "read", torn)
+    cache = ("--cache", tmp_path) if protocol == "knn" else ()
+    command = ("eval", protocol, folder / "i8.safetensors", *cache)
+    code, _, err = run(*command)
+    assert code == 2
+    assert "cannot be read, more than max_unreadable=0.05 allows" in err
+    assert run(*command, "--max-unreadable", 0.2)[0] == 0
+
+
 def test_linear(ask):
     code, out, _ = ask("linear", "--steps", 50, "--learning-rates", 0.001, 0.1, "--json")
     result = json.loads(out)
@@ -133,6 +150,20 @@ def test_logistic_regression(ask):
     assert result["answer"] == "logistic"
     assert [trial["choice"] for trial in result["tried"]] == [{"c": 0.01}, {"c": 1.0}]
     assert result["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize("options", [("linear",), ("rotation", "--protocol", "linear")])
+def test_options_of_the_other_solver_are_refused(ask, monkeypatch, options):
+    for command in ("protocols", "rotation"):
+        monkeypatch.setattr(f"quickvit.cli.{command}.freeze", lambda _: pytest.fail("work began"))
+    for given, message in (
+        (("--solver", "lbfgs", "--steps", 3), "--steps is for --solver sgd, got lbfgs"),
+        (("--solver", "lbfgs", "--learning-rates", 3), "--learning-rates is for --solver sgd, got lbfgs"),
+        (("--cs", 3), "--cs is for --solver lbfgs, got sgd"),
+    ):
+        code, out, err = ask(*options, *given)
+        assert (code, out) == (2, "")
+        assert message in err
 
 
 def test_hematology_with_lists(ask, cells, tmp_path):
@@ -160,7 +191,8 @@ def test_segmentation(ask, scenes, tmp_path):
     assert [len(result["answers"][name]["tried"]) for name in ("knn", "linear")] == [8, 8]
     with Image.open(tmp_path / "masks.png") as picture:
         assert min(picture.size) > 500
-    code, out, _ = ask("segmentation", "--data", scenes, "--ignore", 2, 255)
+    other = ("--ignore", 2, 65535, "--picture", tmp_path / "masks.png")
+    code, out, _ = ask("segmentation", "--data", scenes, *other)
     assert code == 0
     assert out.startswith(f"knn mIoU {result['answers']['knn']['mean_iou']:.2%}, pixel accuracy ")
     assert out.endswith("; 4 images, 0 could not be read\n")
@@ -244,6 +276,9 @@ def test_a_row_of_the_table(ask, scenes, monkeypatch):
     cells = lines[2].split()
     assert cells[4:10] == 6 * ["–"]
     assert all(float(cell) > 30 for cell in (*cells[2:4], *cells[10:12]))
+    result = json.loads(ask("all", "--imagenet", "digits", "--json")[1])
+    assert result["protocol"] == "all"
+    assert f"{100 * result['imagenet linear']:.1f}" == cells[2]
     code, _, err = ask("all")
     assert code == 2
     assert "give at least one of --imagenet, --inaturalist, --places365, --ade20k, --voc2012" in err
@@ -273,7 +308,29 @@ def test_rotation_of_frozen_features(ask, folder, protocol):
     assert "relative to their spread: vector " in out
 
 
-def test_rotation_has_the_options_of_its_protocols(ask, cells, scenes):
+def test_scores_are_not_lost_with_the_errors_of_the_features(ask, monkeypatch):
+    monkeypatch.setattr("quickvit.cli.rotation.COMPARED", 1)
+    code, out, _ = ask("rotation", "--protocol", "knn", "--neighbours", 1)
+    words = "no errors of the features: the spread needs a batch of at least two inputs"
+    assert code == 0
+    assert out.startswith("pose")
+    assert out.splitlines()[-1].startswith(words)
+    result = json.loads(ask("rotation", "--protocol", "knn", "--neighbours", 1, "--json")[1])
+    assert len(result["rows"]) == 8
+    assert result["feature_errors"] == {}
+    assert result["remark"].startswith(words)
+
+
+@pytest.mark.parametrize("circle", [False, True])
+def test_errors_of_the_features_are_those_of_the_images_that_are_scored(ask, monkeypatch, circle):
+    seen = []
+    monkeypatch.setattr("quickvit.cli.rotation.feature_errors", lambda _, images: seen.append(images) or {})
+    ask("rotation", "--protocol", "knn", "--neighbours", 1, *["--circle"] * circle)
+    assert (seen[0][..., 0, 0] == 0).all() == circle
+    assert (seen[0] != 0).any()
+
+
+def test_rotation_has_the_options_of_its_protocols(ask, run, folder, cells, scenes):
     lists = ("--data", cells, "--train-list", cells / "train.csv", "--test-list", cells / "test.csv")
     _, out, _ = ask("rotation", "--protocol", "hematology", *lists, "--json")
     _, alone, _ = ask("hematology", *lists, "--dtype", "float32", "--json")
@@ -286,12 +343,18 @@ def test_rotation_has_the_options_of_its_protocols(ask, cells, scenes):
         (("--neighbours", 3), "--neighbours is for --protocol knn, got accuracy"),
         (("--train-list", "a.csv"), "--train-list is for --protocol knn, linear, hematology"),
         (("--protocol", "knn", *lists, "--split", "val"), "--split is for splits in folders"),
-        (("--img-size", "32x64"), "random turns need square images, the model's are 32×64"),
+        (
+            ("--data", "digits"),
+            "--cache is for --protocol knn, linear, hematology, segmentation, got accuracy",
+        ),
         (("--protocol", "knn", "--img-size", "32x64"), "random turns need square images"),
     ):
         code, _, err = ask("rotation", *options)
         assert code == 2
         assert message in err
+    code, _, err = run("eval", "rotation", folder / "i8.safetensors", "--img-size", "32x64")
+    assert code == 2
+    assert "random turns need square images, the model's are 32×64" in err
 
 
 def test_weights_with_a_head_of_their_own(ask, tmp_path):

@@ -94,6 +94,15 @@ def test_numbers_of_neighbours_are_positive(train, monkeypatch):
             fit_knn(train, ks=ks)
 
 
+def test_nothing_to_choose_from(train):
+    with pytest.raises(ValueError, match="ks is empty; give at least one number of neighbours"):
+        fit_knn(train, ks=())
+    with pytest.raises(ValueError, match="nothing to choose from; give at least one value"):
+        fit_linear(train, learning_rates=())
+    with pytest.raises(ValueError, match="nothing to choose from; give at least one value"):
+        fit_logistic_grid(train, cs=())
+
+
 def test_a_validation_split_is_used_where_there_is_one(train, test_set):
     knn = fit_knn(train, test_set, ks=(1, 10))
     assert [trial.score for trial in knn.tried] == list(scores(knn, test_set).values())

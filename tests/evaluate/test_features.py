@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from quickvit import QuickVisionTransformer, create_baseline
-from quickvit.data import find_images, input_size, preprocessing
+from quickvit.data import find_images, input_size, preprocessing, read_image
 from quickvit.evaluate import embed_images
 from quickvit.evaluate.backbone import Backbone
 from quickvit.evaluate.equivariance import verify_symmetry
@@ -112,6 +112,17 @@ def test_unreadable_images_are_skipped_and_named(model, folder, monkeypatch):
     assert reasons.keys() == {"cut.png", "empty.jpg", "bomb.png", "missing.png", "notes.txt"}
     assert "DecompressionBomb" in reasons["bomb.png"]
     assert "FileNotFound" in reasons["missing.png"]
+
+
+@pytest.mark.parametrize("batch_size", [2, 8])
+def test_outputs_that_are_not_finite_name_the_image(model, folder, batch_size):
+    (folder / "a.png").write_bytes(b"no image")
+    broken = preprocessing(model)(read_image(folder / "c.png"))
+    model.register_forward_hook(
+        lambda _, given, output: output / (given[0] - broken).abs().sum((1, 2, 3))[:, None]
+    )
+    with pytest.raises(ValueError, match=r"gives .*c\.png outputs that are not finite"):
+        embed_images(model, find_images([folder]), batch_size=batch_size)
 
 
 def test_nothing_readable_gives_no_features(model, folder):

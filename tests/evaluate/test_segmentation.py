@@ -145,7 +145,9 @@ def test_ignored_labels_count_only_as_classes_that_are_never_right(train, test_d
 
 def test_too_little_to_learn_from(train):
     one = SegmentationData(train.features[:1], train.masks[:1], IGNORED, torch.arange(1))
-    with pytest.raises(ValueError, match="nothing can be held out for choosing"):
+    with pytest.raises(
+        ValueError, match="held out for choosing: there is one training image; expected at least two"
+    ):
         fit_segmentation(one, PROTOCOL)
     for ignored, labels in {(0, 1, 2, 5, 255): "no label", (0, 1, 2, 255): "only the label 5"}.items():
         with pytest.raises(
@@ -248,6 +250,22 @@ def test_what_a_circle_hides_is_not_scored(folder, tmp_path):
     assert scored[0][visible].all()
     assert torch.equal(scored[1], scored[0])
     assert scored[2][visible].mean() > 0.95
+
+
+@pytest.mark.parametrize("pose", [Pose(), Pose(45.0)], ids=str)
+def test_void_of_16_bits_is_void(folder, tmp_path, pose):
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 2}
+    backbone = Backbone(QuickVisionTransformer(family="h8", **options), "tiny")
+    found = []
+    for void, dtype in ((255, np.uint8), (65535, np.uint16)):
+        mask = np.zeros((40, 48), dtype)
+        mask[20:] = void
+        Image.fromarray(mask).save(folder / "annotations" / "train" / "0.png")
+        source = open_segmentation(folder, ignored=(void,))
+        found.append(load_segmentation(backbone, source, Extraction(tmp_path / "cache"), pose=pose))
+    short, wide = found
+    assert wide.ignored == short.ignored == (255,)
+    assert torch.equal(wide.masks, short.masks)
 
 
 def test_an_unreadable_image_that_is_tolerated_costs_only_itself(folder, tmp_path):

@@ -260,7 +260,9 @@ def test_prefix_tokens_have_timms_names():
     assert not timm.create_model("quickvit_h8_tiny_patch16_224", depth=1, **bare).has_class_token
 
 
-@pytest.mark.parametrize("rate", ["drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"])
+@pytest.mark.parametrize(
+    "rate", ["drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"]
+)
 def test_rates_are_probabilities(rate):
     for value in (-0.1, 1.5):
         with pytest.raises(ValueError, match=str(value)):

@@ -102,7 +102,10 @@ def test_a_result_that_is_gone_leaves_a_gap(bench, add_run, tmp_path):
     assert "figures/accuracy-depth-1.svg" in before
     path.unlink()
     (bench / "results" / "cifar10-depth" / "k=6-0.json").unlink()
-    (out / "tables" / "of-a-former-version.md").write_text("old")
+    # Of a former version, which said so.
+    (out / "tables" / "gone.md").write_text("old")
+    page = out / "index.html"
+    page.write_text(page.read_text().replace("tables/lift.md", "tables/lift.md tables/gone.md", 1))
     build_report(bench, None, out)
     after = contents(out)
     assert not any(b"12.34" in text for text in after.values())
@@ -121,9 +124,15 @@ def test_other_peoples_files_are_left_alone(bench, tmp_path):
     with pytest.raises(ValueError, match=r"index\.html is a file; expected a folder"):
         build_report(bench, None, out / "index.html")
     (out / "index.html").write_text(GENERATOR)
-    (out / "notes.txt").write_text("mine")
-    build_report(bench, None, out)
-    assert (out / "notes.txt").read_text() == "mine"
+    mine = [
+        out / name for name in ("notes.txt", "tables/notes.md", "tables/notes.html", "figures/sketch.svg")
+    ]
+    for _ in range(2):
+        for path in mine:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("mine")
+        build_report(bench, None, out)
+        assert {path.read_text() for path in mine} == {"mine"}
 
 
 def test_a_mistake_leaves_the_former_report(bench, tmp_path):
@@ -156,9 +165,10 @@ def test_a_whole_model_is_named_before_one_that_was_cut(bench, add_bench):
     for path in bench.glob("*.json"):
         path.unlink()
     add_bench("gpu_cut", "model", ("ViT-22b/14, 2 blocks forward", "d8", 3.5))
-    for words in ("as fast as timm’s ViT-22b/14, 2 blocks: d8", "as fast as timm’s ViT-Large/16: d8"):
+    for words in ("as fast as timm’s ViT-22b/14, 2 blocks: d8", "as fast as timm’s ViT-Large/16 384px: d8"):
         assert words in report_files(read_results(bench))["index.html"]
-        add_bench("gpu_whole", "model", ("ViT-Large/16 forward", "d8", 1.9))
+        odd = ("a model of another kind forward", "d8", 9.0)
+        add_bench("gpu_whole", "model", ("ViT-Large/16 384px forward", "d8", 1.9), odd)
 
 
 def test_untrusted_words_are_only_words(bench, add_run, add_bench):

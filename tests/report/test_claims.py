@@ -180,6 +180,15 @@ def test_speed(bench, add_bench):
     assert judge("GELU", results) == Finding(NOT_CONFIRMED, "C = 256: +25 % (A GPU)")
 
 
+def test_the_spread_of_the_vit_counts_too(bench, add_bench):
+    ours, other = (FORWARD, "d8", 1.03), (FORWARD, "vit", 1.0, {"spread": 0.5, "dtype": "float32"})
+    for spread, verdict in ((0.05, UNDECIDED), (None, UNDECIDED), (0.02, CONFIRMED)):
+        add_bench("gpu_model", "model", (FORWARD, "vit", 1.0, {"spread": spread}), other, ours)
+        finding = judge("are faster", read_results(bench))
+        assert finding.verdict == verdict
+        assert (spread == 0.05) == ("samples differ by 5%" in finding.evidence)
+
+
 def test_one_sample_does_not_decide_about_speed(bench, add_bench):
     add_bench("gpu_model", "model", (FORWARD, "d8", 1.9, {"spread": None}))
     finding = judge("are faster", read_results(bench))

@@ -35,6 +35,27 @@ def test_answers_of_all_protocols(bench, add):
     assert masks(results).rows == (("camvid", "i8", "knn", "50.00", "75.00"),)
 
 
+def test_rows_of_the_papers_table_are_a_data_set_each(bench, add):
+    """What `quickvit eval all` prints."""
+    found = {"imagenet linear": 0.5, "imagenet knn": 0.25, "places365 linear": None, "voc2012 knn": 0.125}
+    add("any-i8-all", protocol="all", data=None, gmacs=1.0, **found)
+    results = read_results(bench)
+    assert image_labels(results).rows == (
+        ("imagenet", "i8", "linear, all", "50.00", "–", "–"),
+        ("imagenet", "i8", "knn, all", "25.00", "–", "–"),
+    )
+    assert masks(results).rows == (("voc2012", "i8", "knn, all", "12.50", "–"),)
+
+
+def test_classifiers_in_poses(bench, add):
+    """What `quickvit eval rotation` prints without a protocol."""
+    rows = [{"pose": "upright", "top1": 90.0, "top5": None}, {"pose": "90°", "top1": 80.0, "top5": None}]
+    add("pbc-vit-accuracy", protocol="accuracy", rows=rows)
+    assert turned_answers(read_results(bench)).rows == (
+        ("pbc", "vit", "top1", "90.00", "−10.00", NOT_RUN, NOT_RUN, NOT_RUN),
+    )
+
+
 def test_changes_are_those_of_the_poses(bench, add):
     poses = {"upright": 0.9, "90°": 0.85, "mirrored": 0.9, "45°": 0.95}
     rows = [{"pose": pose, "scores": {"1-NN": score}} for pose, score in poses.items()]

@@ -124,6 +124,18 @@ class TestSpeed:
         assert cells(table, model="ViT-Huge/14", family="h8")["speed-up paper"] == "1.16×"
         assert [source.file for source in table.sources] == ["benchmarks/gpu_model.json"]
 
+    def test_other_image_sizes(self, bench, add_bench):
+        model = "ViT-Large/16 384px"
+        results = [
+            ("model", f"{model} forward", forward_speed, {"model": model}),
+            ("block", f"{model} block forward", block_speed, {"model": model, "passes": "forward"}),
+            ("train", f"{model}, 8 blocks deit3 step", training_speed, {"model": f"{model}, 8 blocks"}),
+        ]
+        for benchmark, case, _, _ in results:
+            add_bench(benchmark, benchmark, (case, "d8", 1.9))
+        for _, _, table, key in results:
+            assert cells(table(read_results(bench)), family="d8", **key)["speed-up here"] == "1.90×"
+
     def test_two_machines_are_two_rows(self, bench, add_bench):
         for name in ("a", "b"):
             add_bench(name, "model", ("ViT-Large/16 forward", "d8", 2.0))

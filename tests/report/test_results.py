@@ -122,6 +122,7 @@ def test_a_sample():
     assert sample.mean == 3
     assert sample.spread == pytest.approx(7**0.5)
     assert sample.text(2) == "3.00 ± 2.65"
+    assert Sample((1000.0, 9000.0)).text(0) == "5,000 ± 5,657"
     assert Sample((1.0,)).text(1, sign=True) == "+1.0"
     assert Sample.of([None]) is None
     assert uncertainty(sample, sample) == pytest.approx(2 * (2 * 7 / 3) ** 0.5)

@@ -207,13 +207,13 @@ def model(
 ) -> list[Work]:
     """The steps of a whole model of a family, or of the standard ViT: lift, blocks, invariant and head.
 
-    features: all tokens are wanted, not the class token alone. folded: the octic blocks are.
+    features: all tokens are wanted, not the class token alone, and there is no head. folded: the octic blocks are.
     """
     width, rows = shape.dims.embed_dim, batch * shape.tokens
     pixels = CHANNELS * shape.patch**2
     lift = linear(rows - batch, pixels, width, storage)
-    head = linear(batch, width, CLASSES, storage)
-    steps = [lift, head]
+    head = [] if features else [linear(batch, width, CLASSES, storage)]
+    steps = [lift, *head]
     octic = 0
     if family is not None:
         kind = FAMILIES[family]
@@ -230,5 +230,5 @@ def model(
     steps += (shape.blocks - octic) * standard
     if backward:
         # Images need no gradient.
-        steps += [lift, head, head]
+        steps += [lift, *head, *head]
     return steps

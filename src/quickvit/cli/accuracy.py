@@ -10,7 +10,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from quickvit.cli.arguments import PRECISIONS, add_data, add_model, add_poses
-from quickvit.cli.build import choose_device, load_named
+from quickvit.cli.build import choose_device, load_announced
 from quickvit.cli.command import Command
 from quickvit.cli.output import NOTHING, print_json, print_table
 from quickvit.data import open_source, preprocessing
@@ -41,7 +41,7 @@ def accuracies(arguments: Namespace, poses: Sequence[Pose]) -> int:
     if arguments.device is not None:
         choose_device(arguments.device)
     with connected(arguments.device) as world:
-        model = load_named(arguments).to(world.device)
+        model = load_announced(arguments, world).to(world.device)
         transform = preprocessing(model)
         require_square(transform.size, poses)
         report = measure_accuracy(
@@ -55,6 +55,7 @@ def accuracies(arguments: Namespace, poses: Sequence[Pose]) -> int:
             dtype=PRECISIONS[arguments.dtype],
             circle=arguments.circle,
             seed=arguments.seed,
+            max_unreadable=arguments.max_unreadable,
             progress=True,
         )
     if not world.main:
@@ -62,6 +63,7 @@ def accuracies(arguments: Namespace, poses: Sequence[Pose]) -> int:
     if arguments.json:
         print_json(
             {
+                "protocol": "accuracy",
                 **{key: arguments[key] for key in REPORTED},
                 **surroundings(world.device, arguments.command_line),
                 "preprocessing": asdict(transform),

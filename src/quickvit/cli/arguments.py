@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from jsonargparse import ArgumentParser
 
+from quickvit.data.loader import MAX_UNREADABLE
+
 # What `build.load_model` takes.
 MODEL = "safetensors file, the folder of a run, or the name of a model"
 CHECKPOINT = "checkpoint with the weights; random weights if not given"
@@ -20,6 +22,12 @@ def add_model(parser: ArgumentParser, dtype: str | None = "float32") -> None:
     parser.add_argument("--workers", type=int, default=0, help="processes that read images, for each process")
     precisions = "bfloat16 for autocast" + ("" if dtype else "; by default on a GPU")
     parser.add_argument("--dtype", choices=list(PRECISIONS), default=dtype, help=precisions)
+    parser.add_argument(
+        "--max-unreadable",
+        type=float,
+        default=MAX_UNREADABLE,
+        help="images that may be unreadable: a number, or below 1 a fraction",
+    )
     parser.add_argument("--device", help="cuda where there is one, else cpu")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

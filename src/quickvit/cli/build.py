@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from quickvit.models import QuickVisionTransformer, ViT, create_model
 from quickvit.models.checkpoints import load_weights, read_checkpoint, stripped
 from quickvit.models.standard import restore_any
 from quickvit.models.zoo import BASELINES, STANDARD, VIT_MODULES
+from quickvit.train.distributed import World
 
 # timm's option.
 DYNAMIC = "dynamic_img_size"
@@ -111,6 +113,15 @@ def load_named(arguments: Namespace) -> nn.Module:
     )
 
 
+def load_announced(arguments: Namespace, world: World | None = None) -> nn.Module:
+    """The model of `load_named`; weights that nobody gave are random, the same in all processes, and it is said."""
+    if is_random(arguments):
+        torch.manual_seed(0)
+        if world is None or world.main:
+            print("quickvit: no --checkpoint given, the weights are random", file=sys.stderr)
+    return load_named(arguments)
+
+
 def require_vit(model: nn.Module, name: str) -> ViT:
     """The model, for commands that are about ViTs."""
     if not isinstance(model, ViT):
@@ -120,7 +131,8 @@ def require_vit(model: nn.Module, name: str) -> ViT:
 
 def is_random(arguments: Namespace) -> bool:
     """Whether a command line names a model without weights."""
-    return arguments.checkpoint is None and not Path(arguments.model).exists()
+    given = arguments.checkpoint is not None or arguments.get("pretrained", False)
+    return not given and not Path(arguments.model).exists()
 
 
 def _resized(model: ViT, img_size: tuple[int, int] | None) -> ViT:

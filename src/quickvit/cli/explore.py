@@ -17,6 +17,7 @@ from quickvit.cli.arguments import add_data
 from quickvit.cli.build import choose_device, load_model
 from quickvit.cli.command import Command
 from quickvit.data import Sample, Source, Unreadable, open_source
+from quickvit.data.sources.base import UNLABELLED
 from quickvit.evaluate.labels import class_names, class_numbers
 from quickvit.provenance import require_file, surroundings
 from quickvit.report.exploration import ask_in_poses, model_name
@@ -49,7 +50,7 @@ def explore(arguments: Namespace) -> int:
         baseline,
         [sample.image for sample in samples],
         class_names(model) or source.classes,
-        [numbers[sample.target] for sample in samples],
+        [UNLABELLED if sample.target == UNLABELLED else numbers[sample.target] for sample in samples],
         channels=arguments.channels,
         progress=True,
     )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import torch
 from jsonargparse import ArgumentParser, Namespace
 
 from quickvit.cli.arguments import PRECISIONS, add_model
-from quickvit.cli.build import choose_device, load_named
+from quickvit.cli.build import choose_device, load_announced
 from quickvit.data import EvalTransform, Source
 from quickvit.data.listed import open_listed
 from quickvit.data.segmentation import SegmentationSource, open_segmentation
@@ -48,7 +46,8 @@ Fitted = TypeVar("Fitted")
 Data = TypeVar("Data")
 
 CLASSIFICATION = ("knn", "linear", "hematology")
-SOLVERS = ("sgd", "lbfgs")
+# The solvers of `linear`, the first by default, and the options that only one has.
+SOLVERS = {"sgd": ("steps", "learning_rates"), "lbfgs": ("cs",)}
 # DINOv2 resizes the shorter side to 256 for a crop of 224; DinoBloom squeezes whole cells into the square.
 CROPS: dict[str, dict[str, Any]] = {
     "knn": {"crop_ratio": 224 / 256},
@@ -97,12 +96,7 @@ def freeze(arguments: Namespace) -> Iterator[Frozen]:
     if arguments.device is not None:
         choose_device(arguments.device)
     with connected(arguments.device) as world:
-        if not (arguments.pretrained or arguments.checkpoint or Path(arguments.model).exists()):
-            # All processes must have the same.
-            torch.manual_seed(0)
-            if world.main:
-                print("quickvit: no --checkpoint given, the weights are random", file=sys.stderr)
-        model = load_named(arguments)
+        model = load_announced(arguments, world)
         dtype = arguments.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
         backbone = Backbone(model, arguments.model, device=world.device, dtype=PRECISIONS[dtype])
         how = Extraction(
@@ -110,6 +104,7 @@ def freeze(arguments: Namespace) -> Iterator[Frozen]:
             batch_size=arguments.batch_size,
             workers=arguments.workers,
             seed=arguments.get("seed", 0),
+            max_unreadable=arguments.max_unreadable,
             progress=True,
             world=world,
         )
@@ -161,7 +156,7 @@ def classify(protocol: str, arguments: Namespace, frozen: Frozen) -> Learned[Cla
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "knn": {"neighbours": {"type": int, "nargs": "+", "help": "numbers of neighbours to try"}},
     "linear": {
-        "solver": {"choices": SOLVERS, "help": "sgd by default, lbfgs for small sets"},
+        "solver": {"choices": list(SOLVERS), "help": "sgd by default, lbfgs for small sets"},
         "steps": {"type": int, "help": f"of sgd, {ProbeTraining.steps} by default"},
         "learning_rates": {"type": float, "nargs": "+", "help": "of sgd, for a batch of 256"},
         "cs": {"type": float, "nargs": "+", "help": "of lbfgs, inverse strengths of regularisation"},
@@ -187,11 +182,13 @@ def add_options(parser: ArgumentParser, protocol: str) -> None:
 
 
 def require_own_options(arguments: Namespace, protocol: str) -> None:
-    """Refuse the options of other protocols, where a command has those of all."""
-    for other, options in OPTIONS.items():
-        for name in options:
-            if other != protocol and arguments.get(name) is not None:
-                raise ValueError(f"--{name.replace('_', '-')} is for --protocol {other}, got {protocol}")
+    """Refuse the options of other protocols, where a command has those of all, and of the other solver."""
+    solver = arguments.get("solver") or next(iter(SOLVERS))
+    for kind, chosen, others in (("protocol", protocol, OPTIONS), ("solver", solver, SOLVERS)):
+        for other, names in others.items():
+            for name in names:
+                if other != chosen and arguments.get(name) is not None:
+                    raise ValueError(f"--{name.replace('_', '-')} is for --{kind} {other}, got {chosen}")
 
 
 def _splits(arguments: Namespace) -> Splits:

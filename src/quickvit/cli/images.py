@@ -9,7 +9,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from quickvit.cli.arguments import CHECKPOINT, MODEL
-from quickvit.cli.build import choose_device, is_random, load_named, require_vit
+from quickvit.cli.build import choose_device, load_announced, require_vit
 from quickvit.cli.command import Command
 from quickvit.cli.output import print_json, print_table
 from quickvit.data import find_images
@@ -22,6 +22,8 @@ def embed(arguments: Namespace) -> int:
     """Write the features of image files and folders to an npz file."""
     require_file(arguments.out)
     model, images, options = _open(arguments)
+    if arguments.pool == "token" and model.cls_token is None:
+        raise ValueError(f"{arguments.model} has no class token; choose --pool avg")
     model.reset_classifier(0, arguments.pool)
     result = embed_images(model, images, **options)
     _require_some(result.paths, result.skipped)
@@ -64,9 +66,7 @@ def _open(arguments: Namespace) -> tuple[ViT, list[Any], dict[str, Any]]:
     if not images:
         raise ValueError(f"no images in {', '.join(map(str, arguments.images))}")
     device = choose_device(arguments.device)
-    model = require_vit(load_named(arguments), arguments.model)
-    if is_random(arguments):
-        print("quickvit: no --checkpoint given, the weights are random", file=sys.stderr)
+    model = require_vit(load_announced(arguments), arguments.model)
     return model, images, {"batch_size": arguments.batch_size, "device": device, "progress": True}
 
 

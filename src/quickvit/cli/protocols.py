@@ -26,6 +26,7 @@ from quickvit.cli.frozen import (
     add_segmentation,
     classify,
     freeze,
+    require_own_options,
     segment,
 )
 from quickvit.cli.output import NOTHING, print_json, print_table
@@ -59,6 +60,7 @@ def hematology(arguments: Namespace) -> int:
 def _classification(protocol: str, arguments: Namespace) -> int:
     _require_place(arguments.picture)
     _require_place(arguments.confusion, table=True)
+    require_own_options(arguments, protocol)
     with freeze(arguments) as frozen:
         learned = classify(protocol, arguments, frozen)
         classifier, test = learned.fitted, learned.load(UPRIGHT)
@@ -157,7 +159,7 @@ def everything(arguments: Namespace) -> int:
     model = frozen.backbone.model
     gmacs = count(model).macs / 1e9 if isinstance(model, ViT) else None
     if arguments.json:
-        print_json({**frozen.about(arguments), "gmacs": gmacs, **row})
+        print_json({"protocol": "all", **frozen.about(arguments), "gmacs": gmacs, **row})
     else:
         header = ["model", "GMACs", *(key.replace("knn", "k-NN") for key in row)]
         cells = [gmacs, *(None if value is None else 100 * value for value in row.values())]

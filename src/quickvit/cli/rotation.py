@@ -27,7 +27,7 @@ from quickvit.cli.output import print_json, print_table
 from quickvit.data import Source, Transform, Unreadable
 from quickvit.evaluate import POSES
 from quickvit.evaluate.poses import PoseScores, classify_in_poses, feature_errors, segment_in_poses
-from quickvit.evaluate.rotation import require_square
+from quickvit.evaluate.rotation import cut_circle, require_square
 
 PROTOCOLS = ("accuracy", *CLASSIFICATION, "segmentation")
 LISTS = "train_list", "val_list", "test_list"
@@ -43,6 +43,8 @@ def rotation(arguments: Namespace) -> int:
             if arguments[name] is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is for --protocol {', '.join(CLASSIFICATION)}")
     if arguments.protocol == "accuracy":
+        if arguments.cache is not None:
+            raise ValueError(f"--cache is for --protocol {', '.join(PROTOCOLS[1:])}, got accuracy")
         arguments.split = arguments.split or "val"
         return accuracies(arguments, POSES)
     with freeze(arguments) as frozen:
@@ -57,22 +59,28 @@ def rotation(arguments: Namespace) -> int:
             test, transform, shown = labels.test, labels.transform, [labels.fitted.main]
             if arguments.protocol == "hematology":
                 shown = list(rows[0].scores)
-        errors: dict[str, dict[str, float]] = {}
+        if not frozen.world.main:
+            return 0
         images = _some_images(test, transform)
-        if frozen.world.main and images.shape[-2] == images.shape[-1]:
+        images = cut_circle(images) if frozen.circle else images
+        errors: dict[str, dict[str, float]] = {}
+        try:
             errors = feature_errors(frozen.backbone, images.to(frozen.world.device))
-    if not frozen.world.main:
-        return 0
+        except ValueError as error:
+            # The scores are worth having without.
+            last = f"no errors of the features: {error}"
+        else:
+            worst = {name: max(by_element.values()) for name, by_element in errors.items()}
+            words = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
+            last = f"worst error of the features under the eight elements, relative to their spread: {words}"
     if arguments.json:
         table = [{**asdict(row), "pose": str(row.pose), "changes": row.changes(rows[0])} for row in rows]
         result = {"protocol": arguments.protocol, "rows": table, "feature_errors": errors}
+        result |= {} if errors else {"remark": last}
         print_json({**frozen.about(arguments), **result})
         return 0
     print_table(*_table(rows, shown))
-    if errors:
-        worst = {name: max(by_element.values()) for name, by_element in errors.items()}
-        words = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
-        print(f"\nworst error of the features under the eight elements, relative to their spread: {words}")
+    print(f"\n{last}")
     return 0
 
 

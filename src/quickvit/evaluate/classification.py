@@ -169,7 +169,9 @@ def fit_knn(
     progress: bool = False,
 ) -> KnnClassifier:
     """DINOv2's k-NN: votes weighted by temperature; the number of neighbours that counts is chosen by accuracy."""
-    if min(ks, default=1) < 1:
+    if not ks:
+        raise ValueError("ks is empty; give at least one number of neighbours")
+    if min(ks) < 1:
         raise ValueError(f"numbers of neighbours must be at least 1, got {min(ks)}")
     rows, held = hold_out(train.targets) if val is None else (torch.arange(len(train.targets)), None)
     ks = tuple(k for k in ks if k <= len(rows))

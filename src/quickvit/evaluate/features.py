@@ -42,7 +42,7 @@ def embed_images(
 
     The model is moved to `device` and gives one vector per image; with num_classes=0 that is its pooled
     features. An image that cannot be read, or that Pillow suspects to be a decompression bomb, is skipped and
-    named in the result.
+    named in the result. One with outputs that are not finite is a ValueError.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -66,8 +66,11 @@ def embed_images(
                     except Unreadable as error:
                         skipped[error.path] = error.reason
                 if batch:
-                    output = model(torch.stack(batch).to(device, dtype))
-                    features.append(_vectors(output).float().cpu().numpy())
+                    vectors = _vectors(model(torch.stack(batch).to(device, dtype))).float().cpu()
+                    for name, vector in zip(read[-len(batch) :], vectors, strict=True):
+                        if not vector.isfinite().all():
+                            raise ValueError(f"the model gives {name} outputs that are not finite")
+                    features.append(vectors.numpy())
                 bar.update(len(chunk))
     finally:
         model.train(training)

@@ -188,8 +188,5 @@ def _merge(first: Neighbours, second: Neighbours, k: int) -> Neighbours:
 
 
 def _squared_norms(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=1, dtype=_sum_dtype(rows)).square()
-
-
-def _sum_dtype(rows: Tensor) -> torch.dtype:
-    return torch.promote_types(rows.dtype, torch.float32)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return torch.linalg.vector_norm(rows, dim=1, dtype=wide).square()

@@ -40,6 +40,11 @@ class Pose:
         words = ["mirrored"] * self.mirror + [turned] * bool(self.rotate)
         return " ".join(words) or "upright"
 
+    @property
+    def random(self) -> bool:
+        """Whether each image is turned by an angle of its own."""
+        return isinstance(self.rotate, str)
+
     def show(self, images: Tensor, indices: Tensor, seed: int = 0, mode: Mode = "bilinear") -> Tensor:
         """Images [B, C, H, W] in this pose; a random one is a function of the seed and an image's index."""
         images = images.flip(-1) if self.mirror else images
@@ -74,7 +79,7 @@ POSES = (
 
 def require_square(size: tuple[int, int], poses: Sequence[Pose]) -> None:
     """Refuse poses in which images of this size are turned by an angle each."""
-    if size[0] != size[1] and any(isinstance(pose.rotate, str) for pose in poses):
+    if size[0] != size[1] and any(pose.random for pose in poses):
         raise ValueError(
             f"random turns need square images, the model's are {size[0]}×{size[1]}; give it another --img-size"
         )

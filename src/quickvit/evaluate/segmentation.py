@@ -137,21 +137,21 @@ def load_segmentation(
     transform = squeezed(backbone)
     found = extract(backbone, source, transform, extraction, dense=True, pose=pose, circle=circle)
     masks_of = describe_source(source, source.describe_mask)
-    key = {"masks": masks_of, "labels": source.labels, "ignored": source.ignored}
+    key = {"masks": masks_of, "labels": source.labels, "ignored": source.ignored, "void": source.void}
     specs = {MASK: Spec(transform.size, torch.uint8)}
     store = ArrayStore(extraction.root, "masks", key, len(source), specs)
     store.fill(partial(_read_masks, source, transform.size, extraction), extraction.world)
     stored = store.read(MASK)
     if pose == UPRIGHT and not circle:
         masks = stored[found.indices] if found.unreadable else stored
-        return SegmentationData(found.arrays["patches"], masks, source.ignored, found.indices)
+        return SegmentationData(found.arrays["patches"], masks, source.void, found.indices)
 
     def shown(indices: Tensor) -> Tensor:
         some = cut_circle(stored[indices], OUTSIDE) if circle else stored[indices]
         return pose.show_masks(some, indices, extraction.seed, OUTSIDE)
 
     masks = torch.cat([shown(part) for part in found.indices.split(IMAGES)])
-    ignored = tuple(sorted({*source.ignored, OUTSIDE}))
+    ignored = tuple(sorted({*source.void, OUTSIDE}))
     return SegmentationData(found.arrays["patches"], masks, ignored, found.indices)
 
 
@@ -199,6 +199,10 @@ def fit_segmentation(
     """Choose hyper-parameters on the images held out, then fit to all; the processes of `world` share the trials."""
     protocol, world, device = protocol or SegmentationProtocol(), world or World(), torch.device(device)
     _require_labels(train)
+    if len(train.masks) < 2:
+        raise ValueError(
+            "nothing can be held out for choosing: there is one training image; expected at least two"
+        )
     fitted_on, chosen_on = hold_out(torch.zeros(len(train.masks)), protocol.fraction, protocol.seed)
     scaler = _Scaler.of(train, fitted_on, device)
     keys = _gather(train, fitted_on, scaler, learnable=True)

@@ -25,6 +25,8 @@ class Trial:
 
 def best(trials: Sequence[Trial]) -> dict[str, Any]:
     """The choice with the highest score, the first of several."""
+    if not trials:
+        raise ValueError("there is nothing to choose from; give at least one value to try")
     return max(trials, key=lambda trial: trial.score).choice
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from quickvit.report.claims import judge
 from quickvit.report.figures import FIGURES
 from quickvit.report.page import (
+    FILES,
     GENERATOR,
     claims_part,
     explorer_part,
@@ -21,7 +23,7 @@ from quickvit.report.table import html, markdown
 from quickvit.report.tables import TABLES
 
 PAGE = "index.html"
-OWNED = {"tables": (".md", ".html"), "figures": (".svg",)}
+FOLDERS = ("tables", "figures")
 
 
 def build_report(
@@ -58,12 +60,12 @@ def report_files(results: Results) -> dict[str, str]:
         *(tables_part(title, tables) for title, tables in chapters.items()),
         sources_part(results),
     ]
-    files = {PAGE: page(results, findings, parts)}
+    files: dict[str, str] = {}
     for table in (table for tables in chapters.values() for table in tables):
         files |= {f"tables/{table.id}.md": markdown(table), f"tables/{table.id}.html": html(table)}
     for drawing in (drawing for figures in drawings.values() for drawing in figures):
         files |= {f"figures/{name}.svg": f"{svg}\n" for name, svg in drawing.files.items()}
-    return files
+    return {PAGE: page(results, findings, parts, files), **files}
 
 
 def _former(out: Path) -> list[Path]:
@@ -73,12 +75,10 @@ def _former(out: Path) -> list[Path]:
     if not out.exists() or not any(out.iterdir()):
         return []
     page = out / PAGE
-    if not page.is_file() or GENERATOR not in page.read_text(encoding="utf-8", errors="replace"):
+    text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
+    if GENERATOR not in text:
         raise ValueError(f"{out} has files that are no report; give an empty or a new folder with --out")
-    owned = [
-        path
-        for folder, endings in OWNED.items()
-        for path in sorted((out / folder).glob("*"))
-        if path.suffix in endings and path.is_file()
-    ]
-    return [page, *owned]
+    listed = re.search(FILES.format('([^"]*)'), text)
+    names = set(listed[1].split()) if listed else set()
+    beside = (path for folder in FOLDERS for path in sorted((out / folder).glob("*")))
+    return [page, *(path for path in beside if path.relative_to(out).as_posix() in names and path.is_file())]

@@ -18,9 +18,11 @@ from quickvit.report.svg import Drawing
 from quickvit.report.symmetry import EXPLORE
 from quickvit.report.table import LEGEND, NOT_RUN, Table, commands_html, html, sources_html, unique
 from quickvit.report.tables.beside import times
+from quickvit.report.tables.speed import FORWARD, cases
 
 Judged = tuple[Claim, Finding]
 GENERATOR = '<meta name="generator" content="quickvit report">'
+FILES = '<meta name="files" content="{}">'
 EMPTY = f'<p class="empty">{NOT_RUN}</p>\n'
 CLASSES = {
     Verdict.CONFIRMED: "confirmed",
@@ -40,8 +42,10 @@ class Part:
     html: str
 
 
-def page(results: Results, findings: Sequence[Judged], parts: Sequence[Part]) -> str:
-    """The whole page."""
+def page(
+    results: Results, findings: Sequence[Judged], parts: Sequence[Part], files: Iterable[str] = ()
+) -> str:
+    """The whole page. files: the names of those beside it, which a later report may delete."""
     links = "".join(f'<a href="#{escape(part.id)}">{escape(part.title)}</a>' for part in parts)
     chapters = "".join(
         f'<section id="{escape(part.id)}">\n<h2>{escape(part.title)}</h2>\n{part.html}</section>\n'
@@ -59,7 +63,9 @@ def page(results: Results, findings: Sequence[Judged], parts: Sequence[Part]) ->
         "Equivariance”.</p></footer>\n"
         f"<script>\n{resource('page.js')}\n</script>"
     )
-    return document("Quick ViTs: the paper and quickvit", body, f"{GENERATOR}\n")
+    return document(
+        "Quick ViTs: the paper and quickvit", body, f"{GENERATOR}\n{FILES.format(escape(' '.join(files)))}\n"
+    )
 
 
 # ---------------------------------------------------------------------- parts
@@ -143,13 +149,12 @@ def _tiles(results: Results, findings: Sequence[Judged]) -> str:
     tiles = [(times(D8.flop_reduction), "fewer FLOPs in an octic linear layer, by formula")]
     for gpu in (True, False):
         rows = [
-            ("," not in row.case, row.ratio, row, measurement)
-            for measurement, row in results.measured("model")
-            if row.ratio and measurement.source.gpu == gpu and row.case.endswith(" forward")
+            ("," not in match[1], row.ratio, match[1], row, measurement)
+            for match, measurement, row in cases(results, FORWARD, "model")
+            if row.ratio and measurement.source.gpu == gpu
         ]
         if rows:
-            _, ratio, row, measurement = max(rows, key=lambda found: found[:2])
-            model = row.case.removesuffix(" forward")
+            _, ratio, model, row, measurement = max(rows, key=lambda found: found[:2])
             words = f"as fast as timm’s {model}: {row.name}, {measurement.source.hardware}"
             tiles.append((times(ratio), words))
     confirmed = sum(finding.verdict == Verdict.CONFIRMED for _, finding in findings)

@@ -19,6 +19,14 @@ from quickvit.report.sample import Sample
 
 UPRIGHT, QUARTER, SLANTED = "upright", "random quarter turn", "45°"
 TEXTS = ("case", "name", "dtype", "failure")
+# The data sets of `quickvit eval all`, and what its two classifiers are scored by.
+PLACES = {
+    "imagenet": "accuracy",
+    "inaturalist": "accuracy",
+    "places365": "accuracy",
+    "ade20k": "mean_iou",
+    "voc2012": "mean_iou",
+}
 METRICS = ("accuracy", "weighted_f1", "balanced_accuracy", "mean_iou", "pixel_accuracy")
 # Per cent, by classifier and metric.
 Answers = Mapping[str, Mapping[str, float]]
@@ -153,7 +161,9 @@ def read_results(
             )
         trained[key] = run
     evaluations = tuple(
-        _frozen(open_entry(file, bench)) for file in sorted((bench / "frozen").glob("*.json"))
+        evaluation
+        for file in sorted((bench / "frozen").glob("*.json"))
+        for evaluation in _evaluations(open_entry(file, bench))
     )
     return Results(measurements, tuple(trained.values()), evaluations, _exploration(bench, explored))
 
@@ -216,18 +226,28 @@ def _run(record: Entry) -> Run:
     )
 
 
-def _frozen(record: Entry) -> Evaluation:
+def _evaluations(record: Entry) -> list[Evaluation]:
+    """What a file holds: of `quickvit eval all` one for each data set, of other commands one."""
     source, training = read_source(record), record.text("trained_by", None)
     if training is not None:
         source = replace(source, command=f"{training} && {source.command}")
-    return Evaluation(
-        label="-".join(record.file.stem.split("-")[1:-1]) or record.file.stem,
-        dataset=Path(record.text("data")).name,
-        protocol=record.text("protocol"),
-        answers=_answers(record.entry("answers")),
-        scores={entry.text("pose"): _scores(entry) for entry in record.entries("rows")},
-        source=source,
-    )
+    label = "-".join(record.file.stem.split("-")[1:-1]) or record.file.stem
+    protocol = record.text("protocol")
+    if protocol == "all":
+        places = {
+            place: {
+                name: {metric: 100 * share}
+                for name in ("linear", "knn")
+                if (share := record.number(f"{place} {name}")) is not None
+            }
+            for place, metric in PLACES.items()
+        }
+        return [
+            Evaluation(label, place, protocol, found, {}, source) for place, found in places.items() if found
+        ]
+    answers = _answers(record.entry("answers"))
+    scores = {entry.text("pose"): _scores(entry) for entry in record.entries("rows")}
+    return [Evaluation(label, Path(record.text("data")).name, protocol, answers, scores, source)]
 
 
 def _answers(entry: Entry) -> dict[str, dict[str, float]]:

@@ -37,7 +37,7 @@ class Sample:
     def text(self, digits: int = 1, sign: bool = False) -> str:
         """As in 93.1 ± 0.2, or 93.1 from one seed."""
         words = number(self.mean, digits, sign)
-        return words if self.spread is None else f"{words} ± {self.spread:.{digits}f}"
+        return words if self.spread is None else f"{words} ± {number(self.spread, digits)}"
 
 
 def number(value: float, digits: int, sign: bool = False) -> str:

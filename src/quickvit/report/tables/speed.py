@@ -14,7 +14,8 @@ from quickvit.report.tables.beside import family_name, lines, quotation, sources
 from quickvit.report.tables.computed import paper_shape
 
 SIZES = "large huge giant e 22b"
-MODEL = r"(ViT-\w+/\d+(?:, \d+ blocks?)?)"
+# As `bench.work.Shape` labels it.
+MODEL = r"(ViT-\w+/\d+(?: \d+px)?(?:, \d+ blocks?)?)"
 FORWARD = re.compile(f"{MODEL} forward")
 INFERENCE = re.compile(f"{MODEL} (?:forward|inference)")
 BLOCK = re.compile(rf"{MODEL} block (forward(?: \+ backward)?)")
@@ -63,7 +64,7 @@ def block_speed(results: Results) -> Table:
     """One transformer block."""
     measured = (
         ((match[1], match[2], row.name), measurement, row)
-        for match, measurement, row in _cases(results, BLOCK, "block")
+        for match, measurement, row in cases(results, BLOCK, "block")
     )
     expected: dict[tuple[str, str, str], Numbers] = {
         (model, passes, family): {}
@@ -128,7 +129,7 @@ def training_speed(results: Results) -> Table:
     """Forward and backward passes of whole models."""
     measured = (
         ((match[2], match[1], row.name), measurement, row)
-        for match, measurement, row in _cases(results, TRAINING, "train")
+        for match, measurement, row in cases(results, TRAINING, "train")
     )
     found = lines(measured, paper.TRAINING)
     return Table(
@@ -163,7 +164,7 @@ def packing(results: Results) -> Table:
     """Crops of several sizes in one pass."""
     measured = (
         ((match[1], match[2]), measurement, row)
-        for match, measurement, row in _cases(results, PACKING, "train")
+        for match, measurement, row in cases(results, PACKING, "train")
         if row.name == match[2]
     )
     found = lines(measured, Quoted("", "", {(paper.L16, family): {} for family in ("vit", "h8")}))
@@ -195,7 +196,7 @@ def linear_layers(results: Results) -> Table:
     """Single linear layers."""
     measured = (
         ((row.name, row.dtype or "", int(match[1])), measurement, row)
-        for match, measurement, row in _cases(results, LINEAR, "linear")
+        for match, measurement, row in cases(results, LINEAR, "linear")
     )
     found = lines(measured, paper.LINEAR)
     names = ("ms", "tflops_per_s", "intensity")
@@ -231,7 +232,7 @@ def gelu(results: Results) -> Table:
     """GELU and MLP, standard and octic."""
     measured = (
         ((match[1], row.name, int(match[2])), measurement, row)
-        for match, measurement, row in _cases(results, LAYER, "gelu")
+        for match, measurement, row in cases(results, LAYER, "gelu")
     )
     found = lines(measured, paper.GELU)
     return Table(
@@ -268,7 +269,7 @@ def _paper_ratio(operation: str, layer: str, width: int) -> str:
 # ---------------------------------------------------------------------- rows
 
 
-def _cases(
+def cases(
     results: Results, pattern: re.Pattern[str], *benchmarks: str
 ) -> Iterator[tuple[re.Match[str], Measurement, Row]]:
     """The rows whose case is of a form."""
@@ -281,7 +282,7 @@ def _matches(
     results: Results, pattern: re.Pattern[str], *benchmarks: str
 ) -> Iterator[tuple[tuple[str, str], Measurement, Row]]:
     """The rows of whole models, by model and family."""
-    for match, measurement, row in _cases(results, pattern, *benchmarks):
+    for match, measurement, row in cases(results, pattern, *benchmarks):
         yield (match[1], row.name), measurement, row
 
 
