@@ -1,5 +1,6 @@
 """The actions on images, grids and features, the Fourier transform between bases, and unfolding."""
 
+import math
 from itertools import product
 
 import pytest
@@ -78,6 +79,32 @@ def test_unfolded_maps_are_steerable(group, side):
         moved = act_on_image(full, group.inverse(g), group)
         turned = act_on_features(full.movedim(0, -1), g, group).movedim(-1, 0)
         torch.testing.assert_close(moved, turned)
+
+
+@pytest.mark.parametrize("group", PIXEL_GROUPS, ids=str)
+@pytest.mark.parametrize("side", [1, 2, 3, 4, 5])
+def test_unfolding_reaches_all_steerable_maps(group, side):
+    """The projection to them is the mean of the group's action, and its trace their number."""
+    unfold = Unfolding((side, side), group)
+    corners = torch.eye(unfold.num_corners * math.prod(unfold.corner_size), dtype=torch.float64)
+    maps = torch.stack([unfold(c.view(unfold.num_corners, 1, *unfold.corner_size)) for c in corners])
+    every = torch.eye(maps[0].numel(), dtype=torch.float64).view(-1, group.order, side, side)
+    mean = sum(
+        act_on_features(act_on_image(every, g, group).movedim(1, -1), g, group).movedim(-1, 1)
+        for g in group.elements
+    )
+    number = round((mean.flatten(1).trace() / group.order).item())
+    assert torch.linalg.matrix_rank(maps.flatten(1)) == number
+
+
+def test_actions_are_exact_under_autocast():
+    group = DihedralGroup(12)
+    x = torch.randn(2, 5, 48)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(act_on_features(x, D8.identity), x)
+        assert torch.equal(act_on_features(x, group.identity, group), x)
+        back = regular_to_isotypic(isotypic_to_regular(x, group), group)
+    torch.testing.assert_close(back, x)
 
 
 @pytest.mark.parametrize("side", [4, 6, 5, 7])

@@ -39,11 +39,21 @@ def test_writes_that_pytorch_does_not_count_are_noticed(lift):
     torch.testing.assert_close(lift.kernel(), 2 * first)
 
 
-@torch.no_grad()
-def test_writes_to_what_is_kept_last_for_no_other_call(lift):
-    first = lift.kernel().clone()
-    lift.kernel().zero_()
-    torch.testing.assert_close(lift.kernel(), first)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_writes_to_what_is_kept_last_for_no_other_call(mode, lift):
+    with mode():
+        first = lift.kernel().clone()
+        lift.kernel().zero_()
+        torch.testing.assert_close(lift.kernel(), first)
+
+
+def test_weights_of_inference_mode_are_unfolded_anew():
+    """PyTorch does not count who writes to them."""
+    with torch.inference_mode():
+        lift = randomize(OcticLift(4, 3, 16)).eval()
+        first = lift.kernel().clone()
+        lift.weight.mul_(2)
+        torch.testing.assert_close(lift.kernel(), 2 * first)
 
 
 @torch.no_grad()

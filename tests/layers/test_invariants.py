@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.func import functional_call, grad, vmap
 
-from quickvit.group import DihedralGroup, act_on_features
+from quickvit.group import D8, DihedralGroup, act_on_features
 from quickvit.layers import INVARIANTS, OcticInvariant, invariant
 from quickvit.layers.invariant import Canonical, MaxFilter, PowerSpectrum
 from quickvit.testing import randomize
@@ -19,6 +19,24 @@ def test_the_power_spectrum_has_the_range_of_its_input(size, dtype):
     exact = layer(x.double())
     error = (layer(x) - exact).norm() / exact.norm()
     assert error < torch.finfo(dtype).eps
+
+
+def test_small_pairs_keep_their_power():
+    x = torch.zeros(1, 8)
+    x[0, 4] = 1e-10
+    assert PowerSpectrum(8)(x)[0, 4] == pytest.approx(1e-10)
+
+
+def test_triple_correlations_are_a_basis_of_the_invariant_cubics():
+    """As many as Molien's series says: the mean trace of the elements on polynomials of degree three."""
+    dimension = 0.0
+    for g in D8.elements:
+        matrix = D8.isotypic(g)
+        one, two, three = (torch.linalg.matrix_power(matrix, k).trace().item() for k in (1, 2, 3))
+        dimension += (one**3 + 3 * one * two + 2 * three) / 6 / D8.order
+    x = torch.randn(200, 8, dtype=torch.float64)
+    values = INVARIANTS["triple_correlation"](8, D8)(x)
+    assert torch.linalg.matrix_rank(values / values.norm(dim=0)) == values.shape[1] == round(dimension) == 15
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -7,7 +7,7 @@ import torch
 from torch.library import opcheck
 
 from quickvit.group import D2, D8, DihedralGroup, Layout
-from quickvit.ops import attention, gelu, norm, octic_gelu, octic_linear, plain
+from quickvit.ops import attention, gelu, mlp, norm, octic_gelu, octic_linear, plain
 from quickvit.ops.cpu import library
 from quickvit.ops.rows import Rows
 
@@ -45,6 +45,77 @@ def test_linear_takes_strided_input(dtype):
     torch.testing.assert_close(octic_linear(x[:, :16], *parameters), expected)
     columns = x[:, :16].T.contiguous().T
     torch.testing.assert_close(octic_linear(columns, *parameters), expected)
+
+
+@pytest.mark.parametrize("wanted", range(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_linear_has_each_gradient_alone(wanted, dtype):
+    """As where the other parameters are frozen."""
+    inputs = [torch.randn(5, 16, dtype=dtype), *(w.detach() for w in weights(D8, 3, 2, dtype))]
+    leaf, grad = inputs[wanted].requires_grad_(), torch.randn(5, 24, dtype=dtype)
+    (found,) = torch.autograd.grad(octic_linear(*inputs), leaf, grad)
+    with plain():
+        (expected,) = torch.autograd.grad(octic_linear(*inputs), leaf, grad)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_linear_refuses_parameters_of_different_maps(dtype):
+    x, (one, two, bias) = torch.randn(5, 16, dtype=dtype), (w.detach() for w in weights(D8, 3, 2, dtype))
+    for wrong in ((one, two[:, :2], bias), (one, two[..., :2], bias), (one, two, bias[:2])):
+        with pytest.raises(ValueError, match=r"expected .* got "):
+            octic_linear(x, *wrong)
+
+
+@pytest.mark.skipif(not library.available(), reason="there is no C compiler")
+def test_no_hidden_features_are_refused():
+    shapes = (4, 0, 2), (1, 0, 4), (0,), (4, 2, 0), (1, 4, 0)
+    with pytest.raises(ValueError, match=r"weights \[4, o, i\].*\(4, 0, 2\)"):
+        mlp.octic_mlp(torch.randn(5, 16), *map(torch.empty, shapes))
+
+
+def test_vectors_of_another_length_are_refused():
+    """Kernels would read past their ends."""
+    layout = Layout(64)
+    x, gain, m = torch.randn(2, 3, 64), torch.ones(layout.gains), torch.ones(layout.copies)
+    calls = {
+        r"bias of 8 entries, got shape \(7,\)": lambda: octic_gelu(x, m[:7]),
+        r"gain of 48 entries, got shape \(8,\)": lambda: norm.octic_layer_norm(x, m, m, 1e-6, layout),
+        r"shift of 8 entries, got shape \(1,\)": lambda: norm.octic_layer_norm(x, gain, m[:1], 1e-6, layout),
+        r"scale of 48 entries, got shape \(8,\)": lambda: norm.octic_residual_norm(
+            x, x, gain, m, 1e-6, layout, scale=m
+        ),
+        r"branch like x, \(2, 3, 64\), got \(2, 1, 64\)": lambda: norm.octic_residual_norm(
+            x, x[:, :1], gain, m, 1e-6, layout
+        ),
+        r"bias of 24 entries, got shape \(8,\)": lambda: attention.octic_attention(
+            torch.randn(2, 3, 192), 2, Layout(192), m
+        ),
+    }
+    for message, call in calls.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_no_tokens_have_factors_of_their_samples():
+    layout, x = Layout(64), torch.zeros(2, 0, 64)
+    options = {"sample_scale": torch.ones(2)}
+    z, y = norm.octic_residual_norm(
+        x, x, torch.ones(layout.gains), torch.ones(layout.copies), 1e-6, layout, **options
+    )
+    assert z.shape == y.shape == x.shape
+
+
+@pytest.mark.parametrize("length", [1, 7, 16, 17, 31, 39])
+def test_attention_finds_the_largest_logit_where_it_comes_last(length):
+    layout, qkv = Layout(24), torch.randn(1, length, 24)
+    # q and k of A1.
+    qkv[0, :, 0] = qkv[0, -1, 1] = 100
+    qkv[0, :-1, 1] = 0
+    found = attention.octic_attention(qkv, 1, layout)
+    with plain():
+        expected = attention.octic_attention(qkv, 1, layout)
+    torch.testing.assert_close(found, expected)
 
 
 def test_linear_leaves_no_output_unwritten(monkeypatch):

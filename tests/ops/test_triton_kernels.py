@@ -33,6 +33,7 @@ from quickvit.ops.triton import (  # noqa: E402
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 EPS = 1e-6
+NO_BRANCH = None, None, None, None, 1
 
 # The interpreter multiplies bfloat16 matrices as if their bits were integers. In float32, which the attention
 # kernels are not meant for, nothing hides an error; on a GPU their products would round to tf32.
@@ -218,12 +219,14 @@ def test_norm(tokens: int, m: int, pair_weight: float, dtype: torch.dtype, out: 
     y64 = norm_definition(x64, gain64, shift64, pair_weight)
     y64.backward(dy.double())
 
-    y, statistics = norm.norm_forward(x, gain, shift, EPS, out, pair_weight)
+    _, y, statistics = norm.residual_norm_forward(x, *NO_BRANCH, gain, shift, EPS, out, pair_weight)
     assert y.dtype == out
     assert statistics.isfinite().all()
     assert_near(y, y64, out, ulps=8 if out == torch.float32 else 1)
     for extra in (None, dstream):
-        dx, dgain, dshift = norm.norm_backward(dy, x, statistics, gain, extra, pair_weight)
+        dx, _, dgain, dshift, *_ = norm.residual_norm_backward(
+            dy, extra, x, statistics, gain, *NO_BRANCH, pair_weight
+        )
         assert dx.dtype == dtype
         assert_near(
             dx,
@@ -373,15 +376,15 @@ def test_what_a_norm_divides_by(tokens: int, m: int, pair_weight: float, dtype: 
 def test_norm_of_squares_that_overflow() -> None:
     x, gain, shift = draw(0, 3, 64), draw(1, 48), draw(2, 8)
     x[1, 5] = 1e20
-    y, _ = norm.norm_forward(x, gain, shift, EPS)
+    _, y, _ = norm.residual_norm_forward(x, *NO_BRANCH, gain, shift, EPS)
     assert y[1].isnan().all()
     assert y[::2].isfinite().all()
 
 
 def test_norm_of_no_tokens() -> None:
     x, gain, shift = draw(0, 0, 64), draw(1, 48), draw(2, 8)
-    y, statistics = norm.norm_forward(x, gain, shift, EPS)
-    dx, dgain, dshift = norm.norm_backward(y, x, statistics, gain)
+    _, y, statistics = norm.residual_norm_forward(x, *NO_BRANCH, gain, shift, EPS)
+    dx, _, dgain, dshift, *_ = norm.residual_norm_backward(y, None, x, statistics, gain, *NO_BRANCH)
     assert y.shape == dx.shape == (0, 64)
     assert not dgain.any()
     assert not dshift.any()

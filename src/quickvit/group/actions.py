@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quickvit.group.dihedral import D8, DihedralGroup, Element
+from quickvit.group.fourier import exact
 from quickvit.group.layout import Layout
 
 
@@ -34,7 +35,8 @@ def act_on_grid(x: Tensor, g: Element, group: DihedralGroup = D8) -> Tensor:
 def act_on_features(x: Tensor, g: Element, group: DihedralGroup = D8) -> Tensor:
     """ρ_chan(g) on the channel axis of a packed tensor [..., C]; positions stay."""
     matrix = Layout(x.shape[-1], group).action_matrix(g).to(x)
-    return (matrix @ x.unflatten(-1, (group.order, -1))).flatten(-2)
+    with exact(x):
+        return (matrix @ x.unflatten(-1, (group.order, -1))).flatten(-2)
 
 
 def act_on_tokens(

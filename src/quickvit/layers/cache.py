@@ -14,20 +14,15 @@ class _Kept(NamedTuple):
     """A derived tensor and its version, the parameter that it is of, in which state, and on a CPU its values then."""
 
     tensor: Tensor
-    version: int | None
+    version: int
     parameter: Tensor
     state: Hashable
     values: Tensor | None
 
     def is_of(self, parameter: Tensor, state: Hashable) -> bool:
-        if self.parameter is not parameter or self.state != state or self.version != _version(self.tensor):
+        if self.parameter is not parameter or self.state != state or self.version != self.tensor._version:
             return False
         return self.values is None or torch.equal(self.values, parameter)
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often a tensor was written to, where PyTorch counts it."""
-    return None if tensor.is_inference() else tensor._version
 
 
 class DerivedTensor(nn.Module):
@@ -65,8 +60,10 @@ class DerivedTensor(nn.Module):
         kept = self._kept
         if kept is None or not kept.is_of(parameter, state):
             values = parameter.detach().clone() if parameter.is_cpu else None
-            tensor = compute()
-            kept = self._kept = _Kept(tensor, _version(tensor), parameter, state, values)
+            # PyTorch does not count who writes to tensors of inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                tensor = compute()
+            kept = self._kept = _Kept(tensor, tensor._version, parameter, state, values)
         return kept.tensor
 
     def __getstate__(self) -> dict[str, object]:

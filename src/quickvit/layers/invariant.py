@@ -7,13 +7,13 @@ map back to C channels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
 from quickvit.group import D8, DihedralGroup, Layout
+from quickvit.group.fourier import exact
 
 
 class LinearInvariant(nn.Module):
@@ -175,7 +175,7 @@ class Canonical(nn.Module):
         # In half precision scores would often be equal, and the choice depend on the pose that is shown.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         actions = _actions(order, wide)
-        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+        with exact(wide):
             templates = (actions.mT @ self.template.to(wide).unflatten(-1, (order, -1))).flatten(-2)
             scores = nn.functional.linear(wide, templates)
         # one_hot would look at values, which vmap does not allow.

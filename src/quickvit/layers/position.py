@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor, nn
 
 from quickvit.group import D8, DihedralGroup, Layout, Unfolding
+from quickvit.group.fourier import exact
 from quickvit.layers.cache import DerivedTensor
 
 
@@ -40,9 +39,8 @@ class OcticPosition(DerivedTensor):
         full = self.unfold(self.weight)
         if (height, width) != self.unfold.size:
             rows, columns = (resize_matrix(self.grid_size, n) for n in (height, width))
-            device = full.device.type
             # Positions begin the residual stream, which autocast leaves as precise as the weights.
-            with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
+            with exact(full):
                 full = full.new_tensor(rows) @ full @ full.new_tensor(columns).T
         positions = full.permute(1, 2, 0)
         if torch.compiler.is_compiling() and not torch.is_grad_enabled():

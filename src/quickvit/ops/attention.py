@@ -20,7 +20,7 @@ from quickvit.ops.backend import fused, needs_grad
 from quickvit.ops.heads import into_heads, merge_heads, split_heads
 from quickvit.ops.operator import closed_operator, fused_operator, kernels, open_operator, seen
 from quickvit.ops.packing import Shapes, as_shapes, attend, pack, pairs, unpack
-from quickvit.ops.rows import lines
+from quickvit.ops.rows import lines, require_length
 
 
 def octic_attention(
@@ -50,6 +50,7 @@ def octic_attention(
     if not fused(qkv, layout.group) or (dropout and qkv.is_cpu):
         return definition(qkv, heads, layout, bias, shapes=shapes, dropout=dropout)
     numbers, lengths = ([*sizes] for sizes in zip(*shapes, strict=True))
+    require_length(layout.copies, bias=bias)
     (bias,) = lines(bias)
     if not dropout and _reads_packed(qkv, heads):
         return _attention(qkv, bias, heads, numbers, lengths)[0]

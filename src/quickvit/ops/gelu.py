@@ -10,7 +10,7 @@ from quickvit.group import D8, DihedralGroup, isotypic_to_regular, regular_to_is
 from quickvit.group.layout import packed_fourier_matrix
 from quickvit.ops.backend import fused, is_plain, needs_grad
 from quickvit.ops.operator import closed_operator, fused_operator, kernels
-from quickvit.ops.rows import flat, lines
+from quickvit.ops.rows import flat, lines, require_length
 
 # Elements per step off the fused path: 1.5 MB in single precision.
 _STEP_ELEMENTS = 128 * 3072
@@ -28,6 +28,7 @@ def octic_gelu(
         return definition(x, bias, group)
     if x.shape[-1] % group.order:
         raise ValueError(f"expected a multiple of {group.order} channels for {group}, got {x.shape[-1]}")
+    require_length(x.shape[-1] // group.order, bias=bias)
     rows, (bias,) = flat(x), lines(bias)
     if overwrite and x.is_contiguous() and not needs_grad(x, bias):
         if in_one_kernel:

@@ -94,6 +94,7 @@ def products(
     add: bool = False,
 ) -> None:
     """Write the map of x [T, C] to out [T, F], or add it: each product straight into its place of the result."""
+    _require_alike(weight_1, weight_2, bias)
     if not x.shape[0]:
         return
     if x.stride(1) != 1:
@@ -120,6 +121,14 @@ def products(
                 _add_bias(bias, out)
             for xs, ys, w in zip(x_two, y_two, weight_2, strict=True):
                 _multiply(xs, w.T.expand(2, -1, -1), ys, add)
+
+
+def _require_alike(weight_1: Tensor, weight_2: Tensor, bias: Tensor | None) -> None:
+    """Refuse parameters of different maps: products would be written past, or beside, their places."""
+    _, rows, columns = weight_1.shape
+    if weight_2.shape[1:] != (2 * rows, 2 * columns) or (bias is not None and bias.shape != (rows,)):
+        shapes = [tuple(t.shape) for t in (weight_1, weight_2, bias) if t is not None]
+        raise ValueError(f"expected weights [n, o, i] and [m, 2o, 2i] and a bias [o], got {shapes}")
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:

@@ -17,7 +17,10 @@ from quickvit.group import D8, Layout
 from quickvit.ops.backend import fused, needs_grad
 from quickvit.ops.operator import fused_operator, kernels, seen, straight, written
 from quickvit.ops.precision import product_dtype
-from quickvit.ops.rows import Rows, flat, lines
+from quickvit.ops.rows import Rows, flat, lines, require_length
+
+# A branch, its bias, layer scale, factors, and tokens to a factor.
+_NO_BRANCH = None, None, None, None, 1
 
 
 def octic_layer_norm(
@@ -30,6 +33,8 @@ def octic_layer_norm(
     _require_channels(x, layout)
     if not fused(x, layout.group):
         return definition(x, gain, shift, eps, layout, pair_weight=pair_weight)
+    require_length(layout.gains, gain=gain)
+    require_length(layout.copies, shift=shift)
     y, _ = _norm(flat(x), *lines(gain, shift), eps, pair_weight, _output_dtype(x))
     return y.view(x.shape)
 
@@ -65,6 +70,8 @@ def octic_residual_norm(
         )
     _require_channels(x, layout)
     _require_channels(branch, layout)
+    if added is None and branch.shape != x.shape:
+        raise ValueError(f"expected a branch like x, {tuple(x.shape)}, got {tuple(branch.shape)}")
     some = added is not None or normed is not None
     # Nobody learns the factors of samples, so kernels have no gradient of them.
     if not fused(x, layout.group) or (some and x.is_cpu) or needs_grad(sample_scale):
@@ -74,8 +81,11 @@ def octic_residual_norm(
     if added is not None and sample_scale is None:
         # Tokens without a branch get no bias either: they have no factor.
         sample_scale = branch.new_ones(branch.shape[0], dtype=torch.float32)
+    require_length(layout.gains, gain=gain, scale=scale)
+    require_length(layout.copies, shift=shift, bias=bias)
     gain, shift = gain.contiguous(), shift.contiguous()
-    bias, scale, sample_scale = lines(bias, scale, sample_scale)
+    # Without tokens a factor would belong to none of them.
+    bias, scale, sample_scale = lines(bias, scale, sample_scale if branch.numel() else None)
     if overwrite and not some and _may_write(x, branch, gain, shift, bias, scale):
         tokens = _tokens_per_sample(flat(branch), sample_scale)
         rest = bias, scale, sample_scale, tokens, gain, shift, eps, branch.dtype, pair_weight
@@ -199,7 +209,10 @@ def _output_dtype(x: Tensor) -> torch.dtype:
 def _norm(
     x: Tensor, gain: Tensor, shift: Tensor, eps: float, pair_weight: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    return kernels(x, "norm").norm_forward(x.contiguous(), gain, shift, eps, dtype, pair_weight)
+    _, y, statistics = kernels(x, "norm").residual_norm_forward(
+        x.contiguous(), *_NO_BRANCH, gain, shift, eps, dtype, pair_weight
+    )
+    return y, statistics
 
 
 @_norm.register_fake
@@ -211,9 +224,10 @@ def _(x, gain, shift, eps, pair_weight, dtype):
 def _norm_grad(
     grad: Tensor, x: Tensor, statistics: Tensor, gain: Tensor, pair_weight: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return kernels(x, "norm").norm_backward(
-        grad.contiguous(), x.contiguous(), statistics, gain, None, pair_weight
+    dx, _, dgain, dshift, _, _ = kernels(x, "norm").residual_norm_backward(
+        grad.contiguous(), None, x.contiguous(), statistics, gain, *_NO_BRANCH, pair_weight
     )
+    return dx, dgain, dshift
 
 
 @_norm_grad.register_fake

@@ -22,6 +22,13 @@ def lines(*vectors: Tensor | None) -> list[Tensor | None]:
     return [None if vector is None else vector.contiguous() for vector in vectors]
 
 
+def require_length(length: int, **vectors: Tensor | None) -> None:
+    """Refuse vectors of another length, past whose ends kernels would read."""
+    for name, vector in vectors.items():
+        if vector is not None and vector.shape != (length,):
+            raise ValueError(f"expected {name} of {length} entries, got shape {tuple(vector.shape)}")
+
+
 class Rows(NamedTuple):
     """n different rows of T. chosen [n]: which; place [T], int32: where each of the T is among the n, or −1."""
 

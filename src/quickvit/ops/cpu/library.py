@@ -161,7 +161,9 @@ def _built(compiler: list[str], path: Path) -> Path:
             new = Path(folder) / path.name
             sources = sorted(FOLDER.glob("*.c"))
             command = [*compiler, *FLAGS, *map(str, sources), "-o", str(new), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS
+            )
             content = new.read_bytes()
             # The loader ignores what stands behind the library.
             new.write_bytes(content + sha256(content).digest())

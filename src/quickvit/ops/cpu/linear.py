@@ -62,7 +62,8 @@ def mlp_forward(
 
 def _check_shapes(x: Tensor, weight_1: Tensor, weight_2: Tensor) -> None:
     irreps, outputs, inputs = weight_1.shape
-    if irreps != 4 or weight_2.shape != (1, 2 * outputs, 2 * inputs) or x.shape[1:] != (8 * inputs,):
+    alike = irreps == 4 and weight_2.shape == (1, 2 * outputs, 2 * inputs) and x.shape[1:] == (8 * inputs,)
+    if not alike or not outputs or not inputs:
         shapes = ", ".join(str(tuple(t.shape)) for t in (x, weight_1, weight_2))
         raise ValueError(f"expected tokens [T, 8i] and weights [4, o, i] and [1, 2o, 2i], got {shapes}")
     if x.stride(1) != 1:

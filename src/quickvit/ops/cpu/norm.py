@@ -11,16 +11,6 @@ from quickvit.ops.cpu.library import call, checked, size
 STATISTICS = 7
 
 
-def norm_forward(
-    x: Tensor, gain: Tensor, shift: Tensor, eps: float, dtype: torch.dtype, pair_weight: float
-) -> tuple[Tensor, Tensor]:
-    """Octic layer norm of x[T, C]: y[T, C] and statistics[T, 7]."""
-    _, y, statistics = residual_norm_forward(
-        x, None, None, None, None, 1, gain, shift, eps, dtype, pair_weight
-    )
-    return y, statistics
-
-
 def residual_norm_forward(
     x: Tensor,
     branch: Tensor | None,
@@ -59,16 +49,6 @@ def residual_norm_forward(
         copies,
     )
     return stream, y, statistics
-
-
-def norm_backward(
-    dy: Tensor, x: Tensor, statistics: Tensor, gain: Tensor, dstream: Tensor | None, pair_weight: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `norm_forward`: dx, plus dstream where given, dgain[3C/4] and dshift[C/8]."""
-    dx, _, dgain, dshift, _, _ = residual_norm_backward(
-        dy, dstream, x, statistics, gain, None, None, None, None, 1, pair_weight
-    )
-    return dx, dgain, dshift
 
 
 def residual_norm_backward(

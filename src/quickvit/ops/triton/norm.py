@@ -336,21 +336,6 @@ def norm_tile(
     return tile(kernel, (m, x.element_size()), x.device, default)
 
 
-def norm_forward(
-    x: torch.Tensor,
-    gain: torch.Tensor,
-    shift: torch.Tensor,
-    eps: float,
-    dtype: torch.dtype | None = None,
-    pair_weight: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Octic layer norm of x[T, C]: y[T, C] in the given dtype (default: that of x) and statistics[T, 7]."""
-    _, y, statistics = residual_norm_forward(
-        x, None, None, None, None, 1, gain, shift, eps, dtype, pair_weight
-    )
-    return y, statistics
-
-
 def residual_norm_forward(
     x: torch.Tensor,
     branch: torch.Tensor | None,
@@ -420,21 +405,6 @@ def residual_norm_forward(
             num_warps=warps,
         )
     return residual, y, statistics
-
-
-def norm_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    statistics: torch.Tensor,
-    gain: torch.Tensor,
-    dstream: torch.Tensor | None = None,
-    pair_weight: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `norm_forward`: dx, plus dstream where given, and dgain[3C/4], dshift[C/8]."""
-    dx, _, dgain, dshift, _, _ = residual_norm_backward(
-        dy, dstream, x, statistics, gain, None, None, None, None, 1, pair_weight
-    )
-    return dx, dgain, dshift
 
 
 def residual_norm_backward(
