@@ -192,6 +192,16 @@ def test_numbers_in_a_list_are_those_of_the_classes(tmp_path, write_images):
     assert source.classes == ("20230001", "20230002")
 
 
+def test_numbers_with_large_gaps_want_to_be_listed(tmp_path, write_images):
+    folder = flat(tmp_path, write_images, val="1994 2003")
+    with pytest.raises(
+        ValueError, match=r"val\.txt: 2 different numbers up to 2003 are names .* classes\.txt"
+    ):
+        open_source(folder, "val")
+    (folder / "classes.txt").write_text("1994\n2003\n")
+    assert open_source(folder, "val").targets.tolist() == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("train", "val", "classes", "targets"),
     [
@@ -401,7 +411,8 @@ def test_what_follows_a_damaged_header_is_not_lost(shards, damage):
     elif damage == "cut":
         del content[second + 100 :]
     else:
-        content *= 2
+        # Some pad by more than others.
+        content += bytes(64 * 512) + content
     shard.write_bytes(content)
     with pytest.raises(
         ValueError, match=r"train-0.tar is not a whole, .*: what follows byte \d+ has no header"

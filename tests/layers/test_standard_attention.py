@@ -35,28 +35,34 @@ def test_attention_is_that_of_timm(options, causal, train):
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
-def halve(norm):
-    norm.register_forward_hook(lambda module, args, y: y / 2)
+def hook(attention, name, see):
+    getattr(attention, name).register_forward_hook(lambda module, args, y: see(y) / 2)
 
 
-def replace_method(norm):
-    norm.forward = lambda x: x / 2
+def replace_method(attention, name, see):
+    getattr(attention, name).forward = lambda x: see(x) / 2
+
+
+def replace(attention, name, see):
+    setattr(attention, name, nn.LayerNorm(8, dtype=torch.float64))
+    getattr(attention, name).register_forward_pre_hook(lambda module, args: see(args[0]))
 
 
 @pytest.mark.parametrize("name", ["q_norm", "k_norm"])
-@pytest.mark.parametrize("change", [halve, replace_method, None])
+@pytest.mark.parametrize("change", [hook, replace_method, replace])
 def test_what_others_put_before_attention_is_called(change, name):
     """Queries and keys of a head, as timm's attention shows them."""
     ours, theirs = (kind(16, 2).double() for kind in (StandardAttention, Attention))
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(3, 5, 16, dtype=torch.float64)
     before, shapes = ours(x), []
+
+    def see(features):
+        shapes.append(features.shape)
+        return features
+
     for attention in (ours, theirs):
-        if change is None:
-            setattr(attention, name, nn.LayerNorm(8, dtype=torch.float64))
-        else:
-            change(getattr(attention, name))
-        getattr(attention, name).register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
+        change(attention, name, see)
     after = ours(x)
     torch.testing.assert_close(after, theirs(x), rtol=1e-12, atol=1e-12)
     assert not torch.allclose(after, before)

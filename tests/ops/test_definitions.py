@@ -85,6 +85,9 @@ def test_vectors_of_another_length_are_refused():
         r"scale of 48 entries, got shape \(8,\)": lambda: norm.octic_residual_norm(
             x, x, gain, m, 1e-6, layout, scale=m
         ),
+        r"shift of 8 entries, got shape \(2,\)": lambda: norm.octic_residual_norm(
+            x, x, gain, m[:2], 1e-6, layout
+        ),
         r"branch like x, \(2, 3, 64\), got \(2, 1, 64\)": lambda: norm.octic_residual_norm(
             x, x[:, :1], gain, m, 1e-6, layout
         ),

@@ -170,7 +170,7 @@ def _take_positions(state: dict[str, Tensor], model: QuickVisionTransformer) -> 
         return
     learned = OcticPosition(grid, model.embed_dim, model.group)
     if learned.weight.shape == weight.shape:
-        model.pos_embed = learned.to(positions.weight)
+        model.pos_embed = learned
         model.config["pos_grid"] = grid
 
 

@@ -14,6 +14,8 @@ from quickvit.data.sources.base import ALL, MOST_DIGITS, SPLITS, UNLABELLED, Sam
 
 # The classes in the order of a model's outputs, one name in a line.
 CLASS_LIST = "classes.txt"
+# Classes for each number in use up to which a list of numbers may leave some out.
+MOST_GAPS = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +91,7 @@ def _from_listing(folder: Path, root: Path, listing: Path) -> FolderSource:
     if not classes:
         learned = _listing(folder, SPLITS["train"] if training is None else (training.name,))
         named = rows if learned in (None, listing) else _read_listing(learned, training or folder)
-        classes = _classes_of({label for _, label in named})
+        classes = _classes_of({label for _, label in named}, listing)
     targets = {name: i for i, name in enumerate(classes)}
     for label in {label for _, label in rows} - targets.keys():
         if not (label.isdecimal() and int(label) < len(classes)):
@@ -117,11 +119,17 @@ def _read_listing(listing: Path, root: Path) -> list[tuple[str, str]]:
     return rows
 
 
-def _classes_of(labels: Set[str]) -> tuple[str, ...]:
+def _classes_of(labels: Set[str], listing: Path) -> tuple[str, ...]:
     """The classes of labels: in the order of their names, or if all are numbers those up to the largest."""
-    if labels and all(label.isdecimal() and len(label) <= MOST_DIGITS for label in labels):
-        return numbered(max(map(int, labels)))
-    return tuple(sorted(labels))
+    if not labels or not all(label.isdecimal() and len(label) <= MOST_DIGITS for label in labels):
+        return tuple(sorted(labels))
+    classes = numbered(max(map(int, labels)))
+    if len(classes) > MOST_GAPS * len(labels):
+        raise ValueError(
+            f"{listing}: {len(labels)} different numbers up to {classes[-1]} are names of classes rather than their "
+            f"numbers; list them in {CLASS_LIST}, one in a line, in the order of a model's outputs"
+        )
+    return classes
 
 
 def _source(

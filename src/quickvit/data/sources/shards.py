@@ -194,9 +194,9 @@ def _require_end(tar: tarfile.TarFile) -> None:
     """Refuse a file that goes on where tarfile stops: at a damaged header, or after the first of two shards."""
     assert tar.fileobj is not None
     tar.fileobj.seek(tar.offset)
-    # The end is padded to a whole record.
-    if tar.fileobj.read(2 * tarfile.RECORDSIZE).strip(b"\0"):
-        raise tarfile.ReadError(f"what follows byte {tar.offset} has no header")
+    while block := tar.fileobj.read(2**20):
+        if block.strip(b"\0"):
+            raise tarfile.ReadError(f"what follows byte {tar.offset} has no header")
 
 
 def _label(text: bytes, name: str) -> int:
