@@ -77,9 +77,11 @@ def test_unlabelled_images_may_lie_anywhere(tmp_path, write_images):
 def test_a_folder_without_splits_is_for_training(tmp_path, write_images):
     write_images(tmp_path, "cat/0.png", "ant/0.png")
     assert open_source(tmp_path).classes == open_source(tmp_path, "all").classes == ("ant", "cat")
-    with pytest.raises(
-        FileNotFoundError, match=rf"{tmp_path} has no val split: expected one of {tmp_path}/val, "
-    ):
+    missing = rf"{tmp_path} has no val split: expected one of {tmp_path}/val, .*; "
+    with pytest.raises(FileNotFoundError, match=rf"{missing}the split 'all' takes {tmp_path} as it is"):
+        open_source(tmp_path, "val")
+    write_images(tmp_path, "train/cat/0.png")
+    with pytest.raises(FileNotFoundError, match=rf"{missing}it has train"):
         open_source(tmp_path, "val")
 
 

@@ -97,7 +97,9 @@ def test_a_folder_stands_for_the_model_in_it(tmp_path):
     save_checkpoint(model, tmp_path / "model.safetensors")
     assert_same(load_checkpoint(tmp_path), model)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*/empty/model\.safetensors"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no checkpoint at .*/empty/model\.safetensors, which a run "
+    ):
         load_checkpoint(tmp_path / "empty")
 
 

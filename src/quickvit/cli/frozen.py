@@ -168,9 +168,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def add_classification(parser: ArgumentParser) -> None:
-    """The arguments of `classify` that all protocols have."""
-    parser.add_argument("--split", help="split that is tested: by default test, or val where there is none")
+def add_classification(parser: ArgumentParser, tested: str = "test, or val where there is none") -> None:
+    """The arguments of `classify` that all protocols have; `tested` is the split by default."""
+    parser.add_argument("--split", help=f"split that is tested: by default {tested}")
     for split in ("train", "val", "test"):
         parser.add_argument(f"--{split}-list", help=f"CSV or text file of the {split} images below --data")
 

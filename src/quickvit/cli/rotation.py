@@ -115,7 +115,8 @@ def _add_rotation(parser: ArgumentParser) -> None:
     add_data(parser)
     add_poses(parser)
     parser.add_argument("--protocol", choices=PROTOCOLS, default=PROTOCOLS[0], help="what is asked")
-    add_classification(parser)
+    others = " and ".join(sorted({*PROTOCOLS} - {*CLASSIFICATION}))
+    add_classification(parser, f"val for {others}, else test, or val where there is none")
     for protocol in OPTIONS:
         add_options(parser, protocol)
 

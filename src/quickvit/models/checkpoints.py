@@ -163,11 +163,11 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
 
     Of the folder of a run, or of one that `save_pretrained` made, the model in it.
     """
-    path = Path(path)
+    path, when = Path(path), ""
     if path.is_dir():
-        path = path / SAFETENSORS_SINGLE_FILE
+        path, when = path / SAFETENSORS_SINGLE_FILE, ", which a run writes when it ends"
     if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}")
+        raise FileNotFoundError(f"no checkpoint at {path}{when}")
     return _read_safetensors(path) if path.suffix == SUFFIX else (_read_pickle(path), None)
 
 

@@ -188,9 +188,8 @@ def _split_folder(folder: Path, split: str, *, labelled: bool) -> Path:
     if split == ALL or (split == "train" and not parts):
         return folder
     expected = ", ".join(str(folder / name) for name in SPLITS[split])
-    raise FileNotFoundError(
-        f"{folder} has no {split} split: expected one of {expected}; the split {ALL!r} takes {folder} as it is"
-    )
+    instead = f"it has {', '.join(parts)}" if parts else f"the split {ALL!r} takes {folder} as it is"
+    raise FileNotFoundError(f"{folder} has no {split} split: expected one of {expected}; {instead}")
 
 
 def _listing(folder: Path, names: Sequence[str]) -> Path | None:
