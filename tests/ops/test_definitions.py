@@ -238,18 +238,19 @@ def test_a_factor_for_each_sample_is_asked_for():
         norm.octic_residual_norm(x, x, line, line[:8], 1e-6, layout, sample_scale=torch.ones(4))
 
 
-def test_tokens_without_a_branch_get_no_bias(monkeypatch):
+@pytest.mark.parametrize("count", [0, 1])
+def test_tokens_without_a_branch_get_no_bias(count, monkeypatch):
     """Kernels know them by their factors."""
-    chosen = torch.tensor([1])
-    added = Rows(chosen, torch.tensor([-1, 0, -1], dtype=torch.int32))
+    chosen = torch.tensor([1])[:count]
+    added = Rows(chosen, torch.tensor([-1, count - 1, -1], dtype=torch.int32))
     given = []
     monkeypatch.setattr(
         norm, "_residual_norm", lambda *arguments: given.extend(arguments) or 3 * [torch.empty(3, 16)]
     )
     monkeypatch.setattr(norm, "fused", lambda *_: True)
     x, line = torch.randn(3, 16, device="meta"), torch.ones(12, device="meta")
-    norm.octic_residual_norm(x, x[:1], line, line[:2], 1e-6, Layout(16), bias=line[:2], added=added)
-    assert given[4].shape == (1,)
+    norm.octic_residual_norm(x, x[:count], line, line[:2], 1e-6, Layout(16), bias=line[:2], added=added)
+    assert given[4].shape == (count,)
 
 
 @pytest.mark.parametrize("eps", [0, 1])

@@ -85,7 +85,7 @@ def octic_residual_norm(
     require_length(layout.copies, shift=shift, bias=bias)
     gain, shift = gain.contiguous(), shift.contiguous()
     # Without tokens a factor would belong to none of them.
-    bias, scale, sample_scale = lines(bias, scale, sample_scale if branch.numel() else None)
+    bias, scale, sample_scale = lines(bias, scale, sample_scale if x.numel() else None)
     if overwrite and not some and _may_write(x, branch, gain, shift, bias, scale):
         tokens = _tokens_per_sample(flat(branch), sample_scale)
         rest = bias, scale, sample_scale, tokens, gain, shift, eps, branch.dtype, pair_weight
